@@ -1,0 +1,1 @@
+"""Target model + dataset -> shards. Never imports `train`."""

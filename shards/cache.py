@@ -1,0 +1,225 @@
+"""Reading a cache: any sample by number, touching only its bytes.
+
+Reads are `pread` into private memory rather than page faults of a mapping: a shard that is cut or lost under a mapping
+kills the process with SIGBUS, and a fault blocks every Python thread; a read returns an error (docs/decisions.md).
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.shards.errors import CorruptError, RunError, UsageError
+from dflash_offline.shards.files import file_hash
+from dflash_offline.shards.frames import decode_frame, is_sound, spans
+from dflash_offline.shards.keys import sample_key
+from dflash_offline.shards.layout import SAMPLE_SCHEMA
+
+OPEN_FILES = 32
+CODEC_FILE = "codec.safetensors"
+TARGET_FOLDER = "target"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sample as the target saw it."""
+
+    key: str
+    input_ids: NDArray[np.int32]
+    """[T]"""
+    loss_mask: NDArray[np.uint8]
+    """[T], 1 where the token is supervised."""
+    states: Tensor
+    """bf16 [T, L * D], private memory."""
+
+
+class Cache:
+    """An open cache. Reading is thread-safe; at most OPEN_FILES shards are open at a time."""
+
+    def __init__(self, path: Path, *, allow_incomplete: bool = False) -> None:
+        """Open the cache at `path`.
+
+        Raises UsageError when it is no cache, is incomplete (unless allowed: then only finished shards are seen) or has
+        no samples; CorruptError when manifest, index or calibration are damaged.
+        """
+        self.path = path
+        self.manifest = manifest.read(path)
+        if not self.manifest.complete and not allow_incomplete:
+            raise UsageError(f"{path}: extraction is not complete; rerun the same `dflash-extract run` to finish it")
+        self.index = index.load(path, self.manifest)
+        if len(self.index) == 0 and not allow_incomplete:
+            raise UsageError(f"{path}: the cache has no samples; extract a dataset with at least one usable row")
+        for shard in self.manifest.shards:
+            if not (path / shard.name).is_file():
+                raise CorruptError(f"{path / shard.name}: missing; run `dflash-shards verify {path}`")
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The captured layers, 0-based, in the order of the hidden axis."""
+        return tuple(self.manifest.layer_ids)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of one layer's state."""
+        return self.manifest.hidden_size
+
+    @property
+    def generation(self) -> str:
+        """How the responses were made: greedy, sampled, mixed or unknown."""
+        return self.manifest.generation
+
+    @property
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """length, eos_ids, pad_id, mask_id."""
+        return self.manifest.tokenizer
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of settings, target and samples: two caches with equal fingerprints train the same."""
+        facts = {"settings": self.manifest.settings, "keys": self.manifest.dataset.get("keys")}
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Content key of every sample."""
+        return self.index.column("key").to_pylist()
+
+    @cached_property
+    def prompt_keys(self) -> list[str]:
+        """Prompt key of every sample."""
+        return self.index.column("prompt_key").to_pylist()
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Dataset file of every sample."""
+        return self.index.column("source").to_pylist()
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """Length of every sample [N]."""
+        return self.index.column("tokens").to_numpy()
+
+    @cached_property
+    def supervised(self) -> NDArray[np.int64]:
+        """Supervised tokens of every sample [N]."""
+        return self.index.column("supervised").to_numpy()
+
+    @cached_property
+    def anchors(self) -> NDArray[np.int64]:
+        """Eligible anchors of every sample [N]."""
+        return self.index.column("anchors").to_numpy()
+
+    @cached_property
+    def codec(self) -> codecs.Codec:
+        """The codec the frames were written with. Raises CorruptError when its calibration file changed."""
+        info, path = self.manifest.codec, self.path / CODEC_FILE
+        if not path.is_file() or file_hash(path) != info.calibration:
+            raise CorruptError(f"{path}: missing or changed; expected xxh3 {info.calibration}")
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return codecs.restore(info.name, info.version, info.parameters, tensors, len(self.layer_ids), self.hidden_size)
+
+    @cached_property
+    def target_config(self) -> dict[str, Any]:
+        """The target decoder's Hugging Face configuration."""
+        config = json.loads((self.path / TARGET_FOLDER / "config.json").read_text())
+        return config.get("text_config", config)
+
+    def target_tensors(self) -> dict[str, Tensor]:
+        """embed_tokens [V, D], lm_head [V, D] and norm [D], as stored in target/."""
+        with safe_open(self.path / TARGET_FOLDER / "target.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors.setdefault("lm_head", tensors["embed_tokens"])
+        return tensors
+
+    def read(self, number: int) -> Sample:
+        """Read and decode one sample. Raises CorruptError naming shard, frame and sample key."""
+        row = self.row(number)
+        batch = self.read_batch(row)
+        ids = np.array(batch.column("input_ids").values, dtype=np.int32)
+        mask = np.array(batch.column("loss_mask").values, dtype=np.uint8)
+        if sample_key(ids, mask) != row["key"]:
+            raise CorruptError(f"{self._where(row)}: holds another sample than the index says")
+        frames = batch.column("frames").values
+        out = torch.empty(len(ids), len(self.layer_ids) * self.hidden_size, dtype=torch.bfloat16)
+        pieces = list(spans(len(ids)))
+        if len(pieces) != len(frames):
+            raise CorruptError(
+                f"{self._where(row)}: {len(frames)} frames, expected {len(pieces)} for {len(ids)} tokens"
+            )
+        for i, (start, stop) in enumerate(pieces):
+            try:
+                out[start:stop] = decode_frame(self.codec, memoryview(frames[i].as_buffer()), stop - start)
+            except CorruptError as error:
+                raise CorruptError(f"{self._where(row)}: frame {i}: {error}") from None
+        return Sample(key=row["key"], input_ids=ids, loss_mask=mask, states=out)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The index row of sample `number`."""
+        return self.index.slice(number, 1).to_pylist()[0]
+
+    def read_batch(self, row: dict[str, Any]) -> pa.RecordBatch:
+        """The sample's record batch, after its message hash was checked."""
+        message = self._pread(row["shard"], row["offset"], row["length"])
+        if xxhash.xxh3_64_intdigest(message) != row["xxh3"]:
+            raise CorruptError(f"{self._where(row)}: {_blame(row, memoryview(message))}")
+        return pa.ipc.read_record_batch(pa.py_buffer(message), SAMPLE_SCHEMA)
+
+    def _where(self, row: dict[str, Any]) -> str:
+        return f"{self.path / row['shard']}: row {row['row']}, sample {row['key']}"
+
+    def _pread(self, shard: str, offset: int, length: int) -> bytes:
+        with self._lock:
+            # The descriptor is duplicated, so that evicting it cannot close it under a reader.
+            fd = os.dup(self._open(shard))
+        try:
+            data = os.pread(fd, length, offset)
+        finally:
+            os.close(fd)
+        if len(data) != length:
+            raise CorruptError(f"{self.path / shard}: ends at byte {offset + len(data)}, expected {offset + length}")
+        return data
+
+    def _open(self, shard: str) -> int:
+        if shard not in self._files:
+            try:
+                self._files[shard] = os.open(self.path / shard, os.O_RDONLY)
+            except OSError as error:
+                raise RunError(f"{self.path / shard}: {error.strerror}") from None
+            if len(self._files) > OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def close(self) -> None:
+        """Close all shards."""
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+
+def _blame(row: dict[str, Any], message: memoryview) -> str:
+    """Which frame a damaged message is damaged in, from the index's frame ranges."""
+    for i, (offset, length) in enumerate(zip(row["frame_offsets"], row["frame_lengths"], strict=True)):
+        at = offset - row["offset"]
+        if not is_sound(message[at : at + length]):
+            return f"frame {i}: checksum differs"
+    return "checksum differs outside the frames (ids, mask or metadata)"

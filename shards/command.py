@@ -1,0 +1,132 @@
+"""Command-line conventions shared by the three programs: configuration files, exit codes, one-line errors.
+
+Imports nothing heavy, so that `--help` answers at once.
+"""
+
+import os
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_offline.shards.errors import RunError, UsageError
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
+    """Build the frozen dataclass `cls` from `[--config FILE.toml] [--field.name VALUE ...]`; flags win over the file.
+
+    Raises UsageError for an unreadable file, an unknown key or a value of the wrong type or range.
+    """
+    import tyro
+
+    default: Any = tyro.MISSING_NONPROP
+    if "--config" in argv:
+        at = argv.index("--config")
+        if at + 1 == len(argv):
+            raise UsageError("--config needs a file name; expected: --config FILE.toml")
+        default = load_toml(cls, Path(argv[at + 1]))
+        argv = argv[:at] + argv[at + 2 :]
+    # Ranges are checked in __post_init__; tyro would print a traceback for them.
+    try:
+        options = (tyro.conf.FlagConversionOff,)
+        return tyro.cli(cls, args=argv, prog=prog, description=description, default=default, config=options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def load_toml(cls: type[T], path: Path) -> T:
+    """Read `path` into `cls`. Unknown keys are errors: a typo must not silently leave a default in force."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"no such file: {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    return structure(cls, values, str(path))
+
+
+def structure(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """`values` -> `cls`, strictly. `where` names the source in errors."""
+    import cattrs
+
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(Path, lambda value, _: Path(value))
+    # cattrs would take "3" for an int field and 1 for a bool; a configuration file should say what it means.
+    for kind, accepts in ((int, int), (bool, bool), (str, str), (float, (int, float))):
+        converter.register_structure_hook(kind, _strict(kind, accepts))
+    try:
+        return converter.structure(values, cls)
+    except Exception as error:
+        raise UsageError(f"{where}: " + "; ".join(cattrs.transform_error(error, path="config"))) from None
+
+
+def _strict(kind: type, accepts: Any) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, accepts) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"expected {kind.__name__}, found {value!r}")
+        return kind(value)
+
+    return hook
+
+
+def unstructure(config: Any) -> dict[str, Any]:
+    """`config` -> plain values that `structure` reads back; None fields are left out (TOML has no null)."""
+    import cattrs
+
+    converter = cattrs.Converter()
+    converter.register_unstructure_hook(Path, str)
+
+    def drop_none(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: drop_none(v) for k, v in value.items() if v is not None}
+        if isinstance(value, (list, tuple)):
+            return [drop_none(v) for v in value]
+        return value
+
+    return drop_none(converter.unstructure(config))
+
+
+def run(prog: str, commands: Mapping[str, tuple[str, Callable[[list[str]], int]]]) -> None:
+    """Dispatch `prog COMMAND ...` and leave with the documented exit code.
+
+    0 done; 1 failed while running; 2 bad input, before work; 3 done but with bad shards or lost samples;
+    130 and 143 on SIGINT and SIGTERM (raised as SystemExit by the commands themselves).
+    """
+    argv = sys.argv[1:]
+    debug = "--debug" in argv
+    argv = [a for a in argv if a != "--debug"]
+    if not argv or argv[0] in ("-h", "--help"):
+        width = max(map(len, commands))
+        print(f"usage: {prog} COMMAND [--config FILE.toml] [--field.name VALUE ...] [--debug]\n\ncommands:")
+        for name, (summary, _) in commands.items():
+            print(f"  {name:{width}}  {summary}")
+        print(f"\n`{prog} COMMAND --help` lists a command's settings.")
+        sys.exit(0 if argv else 2)
+    name = argv[0]
+    if name not in commands:
+        sys.exit(_fail(prog, f"unknown command {name!r}; expected one of: {', '.join(commands)}", 2))
+    try:
+        code = commands[name][1](argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `dflash-shards ls CACHE | head` is not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except UsageError as error:
+        code = _fail(f"{prog} {name}", str(error), 2, debug)
+    except (RunError, OSError) as error:
+        code = _fail(f"{prog} {name}", str(error), 1, debug)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _fail(prog: str, message: str, code: int, debug: bool = False) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,76 @@
+"""Files that appear whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from dflash_offline.shards.errors import CorruptError
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable; a rename alone may be lost on power failure."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Rename an already fsynced file or folder to its final name, durably."""
+    temporary.replace(final)
+    fsync_folder(final.parent)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`; it becomes `path` if the block ends without an error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write `values` with a checksum of themselves, atomically, readable by a person."""
+    with atomic_file(path) as file:
+        file.write(json.dumps({**values, "checksum": _checksum(values)}, indent=1, ensure_ascii=False).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote. Raises CorruptError when it is cut or changed, FileNotFoundError when absent."""
+    raw = path.read_bytes()
+    try:
+        values = json.loads(raw)
+        found = values.pop("checksum")
+    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{path}: not readable ({len(raw)} bytes: {error}); restore it or rebuild it") from None
+    if found != _checksum(values):
+        raise CorruptError(f"{path}: checksum is {_checksum(values)}, expected {found}; it was changed after writing")
+    return values
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(
+        json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    )
+
+
+def file_hash(path: Path) -> str:
+    """xxh3-64 (hex) of a whole file, in constant memory."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""The layout of a shard file, and of the trailer that makes it trustworthy.
+
+A shard is an Arrow IPC stream that pyarrow, datasets and polars open as it is: a schema message, one record batch
+message a sample, the end-of-stream marker. After the marker comes a trailer, which those readers ignore:
+
+    trailer = head | u64 offset, u64 length, u64 xxh3-64 of every message (schema first) | index batch | tail
+    head    = magic "DFTRAIL1", 16-byte task hash, u64 messages, u64 bytes of the index batch
+    tail    = u64 xxh3-64 of head..index batch, u64 bytes of head..index batch, magic "DFSHARD1"
+
+The index batch is an Arrow IPC stream with this shard's rows of index.parquet, so the index is rebuilt from trailers
+alone. A cut stream at a batch boundary reads as a shorter, valid one, and Arrow does not check its metadata: so no
+message is given to Arrow before its hash is checked, and a file without a trailer is torn, never a shard.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import pyarrow as pa
+import xxhash
+
+from dflash_offline.shards.errors import CorruptError
+
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_HEAD = struct.Struct("<8s16sQQ")
+_MESSAGE = struct.Struct("<QQQ")
+_TAIL = struct.Struct("<QQ8s")
+_MAGIC, _END_MAGIC = b"DFTRAIL1", b"DFSHARD1"
+
+IDENTITY = [
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("prompt_key", pa.string(), nullable=False),
+    pa.field("id", pa.string(), nullable=False),
+    pa.field("source", pa.string(), nullable=False),
+    pa.field("source_row", pa.int64(), nullable=False),
+    pa.field("finish_reason", pa.string(), nullable=False),
+    pa.field("response", pa.string(), nullable=False),
+]
+"""What a sample is: content key, prompt key, the dataset's own id, file and row, and how its response was made."""
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        *IDENTITY,
+        pa.field("input_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.field("item", pa.uint8(), nullable=False)), nullable=False),
+        pa.field("frames", pa.large_list(pa.field("item", pa.large_binary(), nullable=False)), nullable=False),
+    ]
+)
+"""One record batch of a shard. Each shard adds metadata (codec, layers, calibration hash) to it."""
+
+INDEX_SCHEMA = pa.schema(
+    [
+        *IDENTITY,
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("tokens", pa.int64(), nullable=False),
+        pa.field("supervised", pa.int64(), nullable=False),
+        pa.field("anchors", pa.int64(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("xxh3", pa.uint64(), nullable=False),
+        pa.field("frame_offsets", pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False),
+        pa.field("frame_lengths", pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False),
+    ]
+)
+"""One row of a trailer's index batch; index.parquet adds the shard's name. Offsets are absolute in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Where an Arrow message lies, and its hash over metadata, body and padding."""
+
+    offset: int
+    length: int
+    xxh3: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trailer:
+    """What a finished shard says about itself."""
+
+    task: str
+    """Hash of the task that wrote it, 32 hex digits."""
+    messages: tuple[Message, ...]
+    """Schema message first, then one a sample."""
+    index: pa.Table
+    """INDEX_SCHEMA, one row a sample."""
+
+
+def pack_trailer(trailer: Trailer) -> bytes:
+    """The bytes that follow the end-of-stream marker."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, INDEX_SCHEMA) as writer:
+        writer.write_table(trailer.index)
+    index = sink.getvalue().to_pybytes()
+    body = b"".join(
+        [
+            _HEAD.pack(_MAGIC, bytes.fromhex(trailer.task), len(trailer.messages), len(index)),
+            *(_MESSAGE.pack(m.offset, m.length, m.xxh3) for m in trailer.messages),
+            index,
+        ]
+    )
+    return body + _TAIL.pack(xxhash.xxh3_64_intdigest(body), len(body), _END_MAGIC)
+
+
+def read_trailer(file: BinaryIO, name: str) -> Trailer:
+    """Read and check the trailer of an open shard. Raises CorruptError naming the shard."""
+    size = os.fstat(file.fileno()).st_size
+
+    def bad(why: str) -> CorruptError:
+        return CorruptError(f"{name}: {why}; run `dflash-shards verify`, then `dflash-extract run` again")
+
+    if size < _TAIL.size:
+        raise bad(f"no trailer ({size} bytes): torn or not a shard")
+    checksum, length, magic = _TAIL.unpack(os.pread(file.fileno(), _TAIL.size, size - _TAIL.size))
+    start = size - _TAIL.size - length
+    if magic != _END_MAGIC or length < _HEAD.size or start < len(END_OF_STREAM):
+        raise bad("no trailer: torn, cut or not a shard")
+    body = os.pread(file.fileno(), length, start)
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        raise bad("trailer checksum differs")
+    magic, task, count, index_bytes = _HEAD.unpack_from(body)
+    if magic != _MAGIC or _HEAD.size + count * _MESSAGE.size + index_bytes != length or count < 1:
+        raise bad("trailer head is not one of this version")
+    messages, at = [], 0
+    for i in range(count):
+        offset, size_i, xxh3 = _MESSAGE.unpack_from(body, _HEAD.size + i * _MESSAGE.size)
+        if offset != at:
+            raise bad(f"message {i} starts at {offset}, expected {at}")
+        messages.append(Message(offset=offset, length=size_i, xxh3=xxh3))
+        at += size_i
+    if at + len(END_OF_STREAM) != start or os.pread(file.fileno(), len(END_OF_STREAM), at) != END_OF_STREAM:
+        raise bad(f"the stream ends at byte {at}, but the trailer starts at {start}")
+    index = pa.ipc.open_stream(body[_HEAD.size + count * _MESSAGE.size :]).read_all()
+    if not index.schema.equals(INDEX_SCHEMA) or len(index) != count - 1:
+        raise bad(f"trailer has {len(index)} index rows for {count - 1} samples")
+    return Trailer(task=task.hex(), messages=tuple(messages), index=index)

@@ -1,0 +1,85 @@
+"""manifest.json: what a cache is, in one file that a person can read.
+
+It is written when extraction starts (complete: false) and again at the end (complete: true), atomically, under its own
+checksum. `settings` holds every value that decides the bytes; a rerun with another value is refused by its name.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.shards.command import structure
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.files import read_json, write_json
+
+FORMAT = 1
+NAME = "manifest.json"
+CONVENTION = "residual stream after layer i (0-based), before any norm; layers concatenated on the hidden axis"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecInfo:
+    """Which codec wrote the frames. Its calibration tensors are in codec.safetensors."""
+
+    name: str
+    version: int
+    parameters: dict[str, Any]
+    calibration: str
+    """xxh3-64 of codec.safetensors; in every shard's schema metadata too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """One finished shard."""
+
+    name: str
+    """Path relative to the cache folder."""
+    task: str
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a cache that is not a sample."""
+
+    format: int = FORMAT
+    complete: bool
+    layer_ids: list[int]
+    hidden_size: int
+    convention: str = CONVENTION
+    codec: CodecInfo
+    settings: dict[str, Any]
+    """Every value that decides the bytes, by dotted name."""
+    target: dict[str, Any]
+    """Where the target came from, its file hashes, and the hashes of the cache's own target/ files."""
+    tokenizer: dict[str, Any]
+    """length, eos_ids, pad_id, mask_id: what a trainer must know without loading the tokenizer."""
+    generation: str
+    """How the responses were made: greedy, sampled, mixed or unknown."""
+    dataset: dict[str, Any]
+    """Rows read, samples, tokens, skipped by reason, hash of the sorted sample keys."""
+    versions: dict[str, str]
+    kernels: str
+    """Which implementation of each kernel produced the states."""
+    shards: list[ShardInfo] = field(default_factory=list)
+    index: dict[str, Any] = field(default_factory=dict)
+    """rows and xxh3 of index.parquet."""
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json atomically."""
+    write_json(folder / NAME, asdict(manifest))
+
+
+def read(folder: Path) -> Manifest:
+    """Read manifest.json. Raises UsageError when `folder` is no cache of this format, CorruptError when damaged."""
+    path = folder / NAME
+    try:
+        values = read_json(path)
+    except FileNotFoundError:
+        what = "not a cache: it has no manifest.json" if folder.is_dir() else "no such folder"
+        raise UsageError(f"{folder}: {what}; expected the output folder of `dflash-extract run`") from None
+    if values.get("format") != FORMAT:
+        raise UsageError(f"{path}: format {values.get('format')}, this build reads {FORMAT}; use the matching release")
+    return structure(Manifest, values, str(path))

@@ -1,0 +1,115 @@
+"""Writing one shard: temporary file -> fsync -> rename -> fsync of the folder. It appears whole or not at all."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from dflash_offline.shards.files import publish
+from dflash_offline.shards.keys import eligible_anchors
+from dflash_offline.shards.layout import END_OF_STREAM, INDEX_SCHEMA, SAMPLE_SCHEMA, Message, Trailer, pack_trailer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a sample is; the columns of layout.IDENTITY."""
+
+    key: str
+    prompt_key: str
+    id: str
+    source: str
+    source_row: int
+    finish_reason: str
+    response: str
+
+
+class ShardWriter:
+    """Context manager. Leaving it without an error publishes the shard; an error leaves no file behind."""
+
+    def __init__(self, path: Path, *, task: str, metadata: dict[str, str]) -> None:
+        """`path` is the final name; `task` the hash of the task, 32 hex digits; `metadata` goes into the schema."""
+        self._path = path
+        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._task = task
+        self._schema = SAMPLE_SCHEMA.with_metadata(metadata)
+        self._messages: list[Message] = []
+        self._rows: list[dict[str, object]] = []
+        self._file = self._temporary.open("wb")
+        self._put(self._schema.serialize())
+
+    def append(
+        self, identity: Identity, input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], frames: Sequence[bytes]
+    ) -> None:
+        """Write one sample: ids [T], mask [T], and its frames in token order."""
+        columns = asdict(identity)
+        batch = pa.record_batch(
+            [
+                *(pa.array([columns[field.name]], field.type) for field in SAMPLE_SCHEMA if field.name in columns),
+                _one_list(pa.array(input_ids, pa.int32()), SAMPLE_SCHEMA.field("input_ids").type),
+                _one_list(pa.array(loss_mask, pa.uint8()), SAMPLE_SCHEMA.field("loss_mask").type),
+                _one_list(pa.array(frames, pa.large_binary()), SAMPLE_SCHEMA.field("frames").type),
+            ],
+            schema=self._schema,
+        )
+        buffer = batch.serialize()
+        message = self._put(buffer)
+        stored = pa.ipc.read_record_batch(buffer, self._schema).column("frames").values
+        starts = np.frombuffer(stored.buffers()[1], np.int64, len(stored) + 1)
+        base = message.offset + stored.buffers()[2].address - buffer.address
+        self._rows.append(
+            {
+                **columns,
+                "row": len(self._rows),
+                "tokens": len(input_ids),
+                "supervised": int(np.count_nonzero(loss_mask)),
+                "anchors": len(eligible_anchors(loss_mask)),
+                "offset": message.offset,
+                "length": message.length,
+                "xxh3": message.xxh3,
+                "frame_offsets": (base + starts[:-1]).tolist(),
+                "frame_lengths": np.diff(starts).tolist(),
+            }
+        )
+
+    def _put(self, buffer: pa.Buffer) -> Message:
+        message = Message(
+            offset=self._file.tell(), length=buffer.size, xxh3=xxhash.xxh3_64_intdigest(memoryview(buffer))
+        )
+        self._file.write(buffer)
+        self._messages.append(message)
+        return message
+
+    def close(self) -> pa.Table:
+        """Write the trailer, make the file durable, give it its name. Returns the shard's index rows."""
+        index = pa.Table.from_pylist(self._rows, schema=INDEX_SCHEMA)
+        self._file.write(END_OF_STREAM)
+        self._file.write(pack_trailer(Trailer(task=self._task, messages=tuple(self._messages), index=index)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        publish(self._temporary, self._path)
+        return index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+        elif not self._file.closed:
+            self.close()
+
+
+def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """`values` as the only row of a list column, without a copy."""
+    if pa.types.is_large_list(kind):
+        return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values, type=kind)
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values, type=kind)

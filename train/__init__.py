@@ -1,0 +1,1 @@
+"""Shards -> drafter. Never imports `extract`."""
