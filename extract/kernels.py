@@ -1,0 +1,153 @@
+"""Sample boundaries for the three mixers of a packed row, and which kernel each of them uses.
+
+transformers looks its delta rule and convolution up as module globals and its attention up by name, so these are
+replaced in place; outside `boundaries` they do what they did before. On a GPU the fast kernels take the boundaries
+themselves; on the CPU the stock reference runs sample by sample.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_offline.shards.errors import UsageError
+
+PACKED_ATTENTION = "packed_sdpa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Where the samples of the current packed row start and end."""
+
+    lengths: list[int]
+    cu_seqlens: Tensor
+    """int32 [samples + 1], on the device. New for every row: fla caches by object."""
+    cu_seqlens_cpu: Tensor
+
+
+_row: _Row | None = None
+
+
+@contextmanager
+def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Within the block, forwards of one row treat it as samples of these lengths. One thread of a process at a time."""
+    global _row
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    _row = _Row(lengths=list(lengths), cu_seqlens=cu.to(device), cu_seqlens_cpu=cu)
+    try:
+        yield
+    finally:
+        _row = None
+
+
+def install(model_type: str, device: torch.device, allow_slow: bool) -> str:
+    """Make the decoder family `model_type` respect `boundaries`. Returns which kernels will run, for the manifest.
+
+    Raises UsageError when a fast kernel is missing on a GPU, with the package's own import error.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention)
+    used = {"attention": "torch sdpa"}
+    if model_type.startswith("qwen3_5"):
+        module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+            if not hasattr(module, name):
+                raise UsageError(f"transformers: {module.__name__}.{name} is gone; use transformers 5.17 to 5.24")
+        rule, conv = module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn
+        if getattr(rule, "is_ours", False):
+            rule, conv = rule.stock, conv.stock
+        fast_rule, fast_conv = (None, None) if device.type == "cpu" else _fast_kernels(allow_slow)
+        module.torch_chunk_gated_delta_rule = _ours(rule, _delta_rule(_reference(rule), fast_rule))
+        module.causal_conv1d_fn = _ours(conv, _convolution(_reference(conv), fast_conv))
+        used["delta_rule"] = "fla chunk_gated_delta_rule" if fast_rule else "torch reference"
+        used["conv"] = "fla triton causal_conv1d" if fast_conv else "torch reference"
+    return ", ".join(f"{k}: {v}" for k, v in sorted(used.items()))
+
+
+def _ours(stock: Any, function: Any) -> Any:
+    function.is_ours, function.stock = True, stock
+    return function
+
+
+def _reference(stock: Any) -> Any:
+    """The torch function under transformers' kernel selection, which picks fla by import, whatever the device."""
+    return getattr(stock, "__wrapped__", stock)
+
+
+def _fast_kernels(allow_slow: bool) -> tuple[Any, Any]:
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except Exception as error:  # a broken extension may raise anything at import, and its own words help most
+        if allow_slow:
+            return None, None
+        raise UsageError(
+            f"flash-linear-attention does not import ({type(error).__name__}: {error}); "
+            f"pip install 'dflash-offline[cuda]', or pass --allow-slow True to run many times slower"
+        ) from error
+    return chunk_gated_delta_rule, causal_conv1d
+
+
+def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+        row = _row
+        if fast is not None and q.is_cuda and kwargs.get("initial_state") is None:
+            # Without boundaries every batch row is one sample, which is also what fla does without cu_seqlens.
+            return fast(
+                q,
+                k,
+                v,
+                g=g,
+                beta=beta,
+                use_qk_l2norm_in_kernel=True,
+                output_final_state=False,
+                cu_seqlens=None if row is None else row.cu_seqlens,
+                cu_seqlens_cpu=None if row is None else row.cu_seqlens_cpu,
+            )
+        kwargs.pop("cu_seqlens", None)
+        if row is None:
+            return reference(q, k, v, g=g, beta=beta, **kwargs)
+        pieces = zip(*(torch.split(x, row.lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
+        parts = [reference(qi, ki, vi, g=gi, beta=bi, **kwargs)[0] for qi, ki, vi, gi, bi in pieces]
+        return torch.cat(parts, dim=1), None
+
+    return chunk_gated_delta_rule
+
+
+def _convolution(reference: Any, fast: Any) -> Callable[..., Tensor]:
+    def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        row = _row
+        if row is None:
+            return reference(x, weight, bias, **kwargs)
+        if fast is not None and x.is_cuda:
+            out, _ = fast(
+                x.transpose(1, 2),
+                weight,
+                bias,
+                activation=kwargs.get("activation"),
+                backend="triton",
+                cu_seqlens=row.cu_seqlens,
+                cu_seqlens_cpu=row.cu_seqlens_cpu,
+            )
+            return out.transpose(1, 2)
+        return torch.cat([reference(p, weight, bias, **kwargs) for p in torch.split(x, row.lengths, dim=2)], dim=2)
+
+    return causal_conv1d_fn
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention of each sample with itself. query [1, H, P, d], key and value [1, Hkv, P, d] -> [1, P, H, d]."""
+    row = _row
+    if row is None or mask is not None:
+        raise RuntimeError("packed attention needs sample boundaries and no mask")
+    pieces = zip(*(torch.split(x, row.lengths, dim=2) for x in (query, key, value)), strict=True)
+    own = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in pieces]
+    return torch.cat(own, dim=2).transpose(1, 2).contiguous(), None

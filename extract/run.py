@@ -1,0 +1,252 @@
+"""`dflash-extract run`: read -> render -> mask -> key -> plan -> [forward -> encode -> write] -> index -> complete."""
+
+import fcntl
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from dflash_offline.extract import plan as plans
+from dflash_offline.extract import pool
+from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.intake import SKIPPED, make_plan
+from dflash_offline.extract.layers import choose_layers
+from dflash_offline.extract.render import MASK_RULE, Renderer, make_renderer
+from dflash_offline.extract.target import (
+    Target,
+    full_hashes,
+    identity,
+    open_target,
+    tokenizer_facts,
+    write_target_folder,
+)
+from dflash_offline.extract.task import compute_dtype, is_done, skips_path
+from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER
+from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.files import atomic_file, file_hash
+
+LOCK = ".lock"
+
+
+def run(config: ExtractConfig) -> int:
+    """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
+    if not config.data.files:
+        raise UsageError("data.files is not set; expected at least one JSONL file")
+    if config.cache == Path():
+        raise UsageError("cache is not set; expected the output folder")
+    for path in config.data.files:
+        if not path.is_file():
+            raise UsageError(f"no such file: {path}")
+    devices, threads = choose_devices(config)
+    target = open_target(config.target.path, config.target.revision)
+    layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
+    renderer = _renderer(target, config)
+    settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
+    task_tokens = max(1, config.shard_mib * 2**20 // (2 * len(layers) * target.config.hidden_size))
+    with _claim(config.cache):
+        plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
+        todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t)]
+        old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
+        if not todo and old is not None and old.complete:
+            print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
+            return 0
+        copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
+        progress = Progress(plan, todo)
+        job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan, threads=threads)
+        try:
+            calibrate = not (config.cache / CODEC_FILE).is_file()
+            failed = pool.run(job, devices, todo, calibrate, progress.note) if todo else {}
+        except pool.Interrupted as signal:
+            (number,) = signal.args
+            print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
+            return 128 + int(number)
+        if failed:
+            number, error = next(iter(failed.items()))
+            raise RunError(
+                f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to try again"
+            )
+        kernels = progress.kernels or (old.kernels if old else "")
+        lost = _finish(config, settings, target, renderer, layers, plan, copied, kernels)
+    print(f"{config.cache}: complete; {progress.summary()}")
+    return 3 if lost else 0
+
+
+def choose_devices(config: ExtractConfig) -> tuple[list[str], int]:
+    """One device a worker, and CPU threads a worker."""
+    names = [] if config.devices == "auto" else config.devices.split(",")
+    if not names:
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    for name in names:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise UsageError(f"devices: {name!r} is no device; expected cpu or cuda:N") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"devices: {name} is not there; {torch.cuda.device_count()} GPUs are visible")
+    if names == ["cpu"]:
+        names *= config.workers
+    return names, max(1, len(os.sched_getaffinity(0)) // len(names))
+
+
+def _renderer(target: Target, config: ExtractConfig) -> Renderer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{target.folder}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    names = ("enable_thinking", "preserve_thinking")
+    args = {n: getattr(config.data, n) for n in names if getattr(config.data, n) is not None}
+    return make_renderer(tokenizer, target.config.vocab_size, args)
+
+
+def _settings(
+    config: ExtractConfig, target: Target, layers: tuple[int, ...], renderer: Renderer, device: torch.device
+) -> dict[str, Any]:
+    """Every value that decides the bytes. A rerun compares these one by one."""
+    return {
+        "target.weights": identity(target),
+        "target.layers": list(layers),
+        "target.dtype": str(compute_dtype(config, device)).removeprefix("torch."),
+        "tokenizer": xxhash.xxh3_64_hexdigest(renderer.tokenizer.backend_tokenizer.to_str().encode()),
+        "chat_template": xxhash.xxh3_64_hexdigest(renderer.tokenizer.chat_template.encode()),
+        "chat_template.args": renderer.template_args,
+        "mask_rule": MASK_RULE,
+        "data.max_length": config.data.max_length,
+        "data.generation": config.data.generation,
+        "codec": config.codec,
+        "batching": config.batching,
+        "token_budget": config.token_budget,
+        "shard_mib": config.shard_mib,
+    }
+
+
+@contextmanager
+def _claim(cache: Path) -> Iterator[None]:
+    """Hold the cache folder for this process; the kernel drops the lock of a process that died."""
+    if cache.exists() and not cache.is_dir():
+        raise UsageError(f"{cache}: is a file; expected a folder for the cache")
+    ours = (cache / LOCK).is_file() or (cache / manifest.NAME).is_file()
+    if cache.is_dir() and not ours and (found := sorted(p.name for p in cache.iterdir())):
+        raise UsageError(f"{cache}: holds {found[0]} and is not a cache; choose an empty or new folder")
+    for folder in (cache, cache / index.SHARDS_FOLDER, cache / plans.FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (cache / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UsageError(f"{cache}: in use by {lock.read().strip() or 'another process'}") from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {platform.node()}")
+        lock.flush()
+        for leftover in (*cache.glob("*.tmp"), *cache.glob("*/*.tmp")):
+            leftover.unlink()
+        yield
+
+
+def _finish(
+    config: ExtractConfig,
+    settings: dict[str, Any],
+    target: Target,
+    renderer: Renderer,
+    layers: tuple[int, ...],
+    plan: plans.Plan,
+    copied: dict[str, str],
+    kernels: str,
+) -> int:
+    """Index, skipped.jsonl, and the manifest that says complete. Returns how many samples were lost while running."""
+    cache = config.cache
+    shards = index.scan(cache)
+    wanted = {index.shard_name(n): t.hash for n, t in enumerate(plan.tasks)}
+    for shard, _ in shards:
+        if wanted.get(shard.name) != shard.task:
+            raise RunError(f"{cache / shard.name}: not a shard of this plan; move it away and rerun")
+    table = index.build(shards)
+    lost = [line for name in wanted if (p := skips_path(cache / name)).is_file() for line in p.read_text().splitlines()]
+    if lost:
+        kept = [line for line in (cache / SKIPPED).read_text().splitlines() if line not in set(lost)]
+        with atomic_file(cache / SKIPPED) as file:
+            file.write("".join(line + "\n" for line in [*kept, *lost]).encode())
+    codec = codecs.CODECS[config.codec]
+    draft = manifest.Manifest(
+        complete=True,
+        layer_ids=list(layers),
+        hidden_size=target.config.hidden_size,
+        codec=manifest.CodecInfo(
+            name=config.codec, version=codec.version, parameters={}, calibration=file_hash(cache / CODEC_FILE)
+        ),
+        settings=settings,
+        target={
+            "path": target.name,
+            "revision": target.revision,
+            "model_type": target.model_type,
+            "files": full_hashes(target),
+            "copied": copied,
+        },
+        tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
+        generation=_generation(table.column("response").unique().to_pylist()),
+        dataset={
+            "files": plan.files,
+            "rows": plan.rows,
+            "skipped": plan.skipped,
+            "lost": len(lost),
+            "samples": len(table),
+            "tokens": sum(table.column("tokens").to_pylist()),
+            "keys": plans.keys_hash(table.column("key").to_pylist()),
+        },
+        versions={name: version(name) for name in ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard")},
+        kernels=kernels,
+        shards=[shard for shard, _ in shards],
+        index=index.write(cache, table),
+    )
+    manifest.write(cache, draft)
+    return len(lost)
+
+
+def _generation(modes: list[str]) -> str:
+    """One word for how all responses were made."""
+    return modes[0] if len(modes) == 1 else "mixed" if modes else "unknown"
+
+
+class Progress:
+    """A line per finished shard, with the rate and the time left."""
+
+    def __init__(self, plan: plans.Plan, todo: list[int]) -> None:
+        self._plan, self._left = plan, sum(plan.tasks[n].tokens for n in todo)
+        self._start = time.monotonic()
+        self._samples = self._tokens = self._bytes = self._skipped = 0
+        self.kernels = ""
+        if len(todo) < len(plan.tasks):
+            print(f"resuming: {len(plan.tasks) - len(todo)} of {len(plan.tasks)} shards are done")
+
+    def note(self, report: pool.Report) -> None:
+        """Count a finished task and say so."""
+        if not self.kernels:
+            print(f"kernels: {report.kernels}")
+            self._start = time.monotonic()  # loading and calibration are no part of the rate
+        self.kernels = report.kernels
+        if report.done is None:
+            return
+        self._samples += report.done.samples
+        self._tokens += report.done.tokens
+        self._bytes += report.done.bytes
+        self._skipped += report.done.skipped
+        self._left -= self._plan.tasks[report.number].tokens
+        rate = self._tokens / max(1e-9, time.monotonic() - self._start)
+        print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-9):,.0f} s left", flush=True)
+
+    def summary(self) -> str:
+        """What this run did."""
+        seconds = time.monotonic() - self._start
+        lost = f", {self._skipped} samples lost (skipped.jsonl)" if self._skipped else ""
+        return f"{self._samples} samples, {self._tokens} tokens, {self._bytes} bytes in {seconds:.1f} s{lost}"
