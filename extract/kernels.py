@@ -149,5 +149,7 @@ def _attention(
     if row is None or mask is not None:
         raise RuntimeError("packed attention needs sample boundaries and no mask")
     pieces = zip(*(torch.split(x, row.lengths, dim=2) for x in (query, key, value)), strict=True)
-    own = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in pieces]
+    own = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in pieces
+    ]
     return torch.cat(own, dim=2).transpose(1, 2).contiguous(), None

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def run(config: ExtractConfig) -> int:
             print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
             return 0
         copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
-        progress = Progress(plan, todo)
+        draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
+        progress = Progress(config.cache, plan, todo, draft)
         job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan, threads=threads)
         try:
             calibrate = not (config.cache / CODEC_FILE).is_file()
@@ -71,11 +73,8 @@ def run(config: ExtractConfig) -> int:
             return 128 + int(number)
         if failed:
             number, error = next(iter(failed.items()))
-            raise RunError(
-                f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to try again"
-            )
-        kernels = progress.kernels or (old.kernels if old else "")
-        lost = _finish(config, settings, target, renderer, layers, plan, copied, kernels)
+            raise RunError(f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to retry")
+        lost = _finish(config.cache, progress.draft, plan, target)
     print(f"{config.cache}: complete; {progress.summary()}")
     return 3 if lost else 0
 
@@ -154,7 +153,7 @@ def _claim(cache: Path) -> Iterator[None]:
         yield
 
 
-def _finish(
+def _draft(
     config: ExtractConfig,
     settings: dict[str, Any],
     target: Target,
@@ -163,9 +162,32 @@ def _finish(
     plan: plans.Plan,
     copied: dict[str, str],
     kernels: str,
-) -> int:
+) -> manifest.Manifest:
+    """The manifest as far as it is known before the first shard."""
+    return manifest.Manifest(
+        complete=False,
+        layer_ids=list(layers),
+        hidden_size=target.config.hidden_size,
+        codec=manifest.CodecInfo(
+            name=config.codec, version=codecs.CODECS[config.codec].version, parameters={}, calibration=""
+        ),
+        settings=settings,
+        target={
+            "path": target.name,
+            "revision": target.revision,
+            "model_type": target.model_type,
+            "copied": copied,
+        },
+        tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
+        generation=config.data.generation,
+        dataset={"files": plan.files, "rows": plan.rows, "skipped": plan.skipped, "keys": plan.keys},
+        versions={name: version(name) for name in ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard")},
+        kernels=kernels,
+    )
+
+
+def _finish(cache: Path, draft: manifest.Manifest, plan: plans.Plan, target: Target) -> int:
     """Index, skipped.jsonl, and the manifest that says complete. Returns how many samples were lost while running."""
-    cache = config.cache
     shards = index.scan(cache)
     wanted = {index.shard_name(n): t.hash for n, t in enumerate(plan.tasks)}
     for shard, _ in shards:
@@ -177,64 +199,43 @@ def _finish(
         kept = [line for line in (cache / SKIPPED).read_text().splitlines() if line not in set(lost)]
         with atomic_file(cache / SKIPPED) as file:
             file.write("".join(line + "\n" for line in [*kept, *lost]).encode())
-    codec = codecs.CODECS[config.codec]
-    draft = manifest.Manifest(
-        complete=True,
-        layer_ids=list(layers),
-        hidden_size=target.config.hidden_size,
-        codec=manifest.CodecInfo(
-            name=config.codec, version=codec.version, parameters={}, calibration=file_hash(cache / CODEC_FILE)
+    modes = table.column("response").unique().to_pylist()
+    counts = {"lost": len(lost), "samples": len(table), "tokens": sum(table.column("tokens").to_pylist())}
+    manifest.write(
+        cache,
+        replace(
+            draft,
+            complete=True,
+            codec=replace(draft.codec, calibration=file_hash(cache / CODEC_FILE)),
+            target={**draft.target, "files": full_hashes(target)},
+            generation=modes[0] if len(modes) == 1 else "mixed",
+            dataset={**draft.dataset, **counts, "keys": plans.keys_hash(table.column("key").to_pylist())},
+            shards=[shard for shard, _ in shards],
+            index=index.write(cache, table),
         ),
-        settings=settings,
-        target={
-            "path": target.name,
-            "revision": target.revision,
-            "model_type": target.model_type,
-            "files": full_hashes(target),
-            "copied": copied,
-        },
-        tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
-        generation=_generation(table.column("response").unique().to_pylist()),
-        dataset={
-            "files": plan.files,
-            "rows": plan.rows,
-            "skipped": plan.skipped,
-            "lost": len(lost),
-            "samples": len(table),
-            "tokens": sum(table.column("tokens").to_pylist()),
-            "keys": plans.keys_hash(table.column("key").to_pylist()),
-        },
-        versions={name: version(name) for name in ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard")},
-        kernels=kernels,
-        shards=[shard for shard, _ in shards],
-        index=index.write(cache, table),
     )
-    manifest.write(cache, draft)
     return len(lost)
 
 
-def _generation(modes: list[str]) -> str:
-    """One word for how all responses were made."""
-    return modes[0] if len(modes) == 1 else "mixed" if modes else "unknown"
-
-
 class Progress:
-    """A line per finished shard, with the rate and the time left."""
+    """A line per finished shard, with the rate and the time left; and the manifest of a cache being written."""
 
-    def __init__(self, plan: plans.Plan, todo: list[int]) -> None:
-        self._plan, self._left = plan, sum(plan.tasks[n].tokens for n in todo)
-        self._start = time.monotonic()
+    def __init__(self, cache: Path, plan: plans.Plan, todo: list[int], draft: manifest.Manifest) -> None:
+        self._cache, self._plan, self.draft = cache, plan, draft
+        self._left = sum(plan.tasks[n].tokens for n in todo)
+        self._start: float | None = None
         self._samples = self._tokens = self._bytes = self._skipped = 0
-        self.kernels = ""
         if len(todo) < len(plan.tasks):
             print(f"resuming: {len(plan.tasks) - len(todo)} of {len(plan.tasks)} shards are done")
 
     def note(self, report: pool.Report) -> None:
         """Count a finished task and say so."""
-        if not self.kernels:
+        if self._start is None:
             print(f"kernels: {report.kernels}")
+            codec = replace(self.draft.codec, calibration=file_hash(self._cache / CODEC_FILE))
+            self.draft = replace(self.draft, kernels=report.kernels, codec=codec)
+            manifest.write(self._cache, self.draft)
             self._start = time.monotonic()  # loading and calibration are no part of the rate
-        self.kernels = report.kernels
         if report.done is None:
             return
         self._samples += report.done.samples
@@ -242,11 +243,13 @@ class Progress:
         self._bytes += report.done.bytes
         self._skipped += report.done.skipped
         self._left -= self._plan.tasks[report.number].tokens
-        rate = self._tokens / max(1e-9, time.monotonic() - self._start)
+        rate = self._tokens / max(1e-9, self._seconds())
         print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-9):,.0f} s left", flush=True)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start if self._start is not None else 0.0
 
     def summary(self) -> str:
         """What this run did."""
-        seconds = time.monotonic() - self._start
         lost = f", {self._skipped} samples lost (skipped.jsonl)" if self._skipped else ""
-        return f"{self._samples} samples, {self._tokens} tokens, {self._bytes} bytes in {seconds:.1f} s{lost}"
+        return f"{self._samples} samples, {self._tokens} tokens, {self._bytes} bytes in {self._seconds():.1f} s{lost}"

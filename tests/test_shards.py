@@ -1,0 +1,155 @@
+"""The format: what is written is what is read, and every fault is reported by name."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from caches import write_cache
+
+from dflash_offline.shards import codecs, index
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import CorruptError, UsageError
+from dflash_offline.shards.frames import encode_frames
+from dflash_offline.shards.keys import prompt_key, sample_key
+from dflash_offline.shards.verify import verify
+
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0x0001, 0x807F, 0x7F7F, 0x4748]
+"""Zeros, infinities, NaN payload, subnormals, the largest value, 51200: a lossless codec keeps them all."""
+
+
+def bits(states: torch.Tensor) -> torch.Tensor:
+    return states.view(torch.int16)
+
+
+def plain_lossless_decode(frame_planes: list[np.ndarray], mode_LD: np.ndarray, tokens: int) -> np.ndarray:
+    """The format's definition in plain numpy: uint16 [T, L, D] from the two planes."""
+    layers, hidden = mode_LD.shape
+    e, m = (p.reshape(layers, tokens, hidden).astype(np.uint16) for p in frame_planes)
+    e = (e + mode_LD[:, None, :]) & 255
+    return (((m & 128) << 8) | (e << 7) | (m & 127)).transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("name", ["bf16", "lossless"])
+def test_codec_is_bit_exact(name: str, tokens: int) -> None:
+    states_TLD = torch.randn(tokens, 3, 32, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+    special = torch.from_numpy(np.array(SPECIAL, np.uint16).view(np.int16))
+    bits(states_TLD)[0, 1, : len(special)] = special
+    codec = codecs.calibrate(name, states_TLD)
+    planes = codec.encode(states_TLD)
+    assert tuple(p.numel() for p in planes) == codec.plane_bytes(tokens)
+    assert torch.equal(bits(codec.decode(planes, tokens)), bits(states_TLD).view(tokens, -1))
+    if name == "lossless":
+        plain = plain_lossless_decode([p.numpy() for p in planes], codec.calibration()["mode"].numpy(), tokens)
+        assert np.array_equal(plain, bits(states_TLD).numpy().view(np.uint16))
+
+
+def test_lossless_is_smaller_than_raw() -> None:
+    scale_D = torch.logspace(-3, 3, 64)
+    states_TLD = (torch.randn(256, 2, 64, generator=torch.Generator().manual_seed(0)) * scale_D).to(torch.bfloat16)
+    size = {n: sum(map(len, encode_frames(codecs.calibrate(n, states_TLD), states_TLD))) for n in ("bf16", "lossless")}
+    assert size["lossless"] < 0.72 * size["bf16"]
+
+
+def test_cache_reads_back_every_sample(tmp_path: Path) -> None:
+    written = write_cache(tmp_path / "c", samples=7)
+    cache = Cache(tmp_path / "c")
+    assert len(cache) == 7 and cache.tokens.tolist() == [len(w.input_ids) for w in written]
+    for i in (3, 0, 6, 3):
+        sample = cache.read(i)
+        assert np.array_equal(sample.input_ids, written[i].input_ids)
+        assert np.array_equal(sample.loss_mask, written[i].loss_mask)
+        assert torch.equal(bits(sample.states), bits(written[i].states))
+        sample.states.mul_(2)  # private memory: writing to it is allowed and reaches no file
+    assert verify(tmp_path / "c", threads=2).faults == []
+
+
+def test_a_moved_renamed_symlinked_cache_works(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=2)
+    (tmp_path / "c").rename(tmp_path / "d [v1] x")
+    (tmp_path / "link").symlink_to(tmp_path / "d [v1] x")
+    assert len(Cache(tmp_path / "link").read(1).input_ids) > 0
+
+
+def test_other_readers_open_a_shard(tmp_path: Path) -> None:
+    written = write_cache(tmp_path / "c", samples=3)
+    with pa.memory_map(str(tmp_path / "c" / "shards/00000000.arrow")) as source:
+        table = pa.ipc.open_stream(source).read_all()
+    assert table.column("input_ids").to_pylist()[0] == written[0].input_ids.tolist()
+
+
+def test_index_is_rebuilt_from_trailers_alone(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=5)
+    assert index.build(index.scan(tmp_path / "c")).equals(Cache(tmp_path / "c").index)
+
+
+def test_every_flipped_bit_and_cut_is_reported(tmp_path: Path) -> None:
+    """Any byte of any file: `verify` names the file; a read raises, never returns other numbers."""
+    write_cache(tmp_path / "c", samples=3)
+    rng = np.random.default_rng(0)
+    for path in sorted(p for p in (tmp_path / "c").rglob("*") if p.is_file()):
+        good = path.read_bytes()
+        places = {0, len(good) - 1, *rng.integers(0, len(good), 25).tolist()}
+        for damaged in [
+            *(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :] for at in places),
+            *(good[:at] for at in places),
+            good + b"0123456789",
+        ]:
+            path.write_bytes(damaged)
+            faults = verify(tmp_path / "c", threads=1).faults
+            assert any(path.name in f for f in faults), (path, faults)
+        path.write_bytes(good)
+    assert verify(tmp_path / "c", threads=1).faults == []
+
+
+def test_a_flipped_bit_names_shard_frame_and_sample(tmp_path: Path) -> None:
+    written = write_cache(tmp_path / "c", samples=3, tokens=300)
+    cache = Cache(tmp_path / "c")
+    row = cache.row(1)
+    path = tmp_path / "c" / row["shard"]
+    data = bytearray(path.read_bytes())
+    data[row["frame_offsets"][2] + 40] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=rf"00000000.arrow: row 1, sample {written[1].key}: frame 2: checksum"):
+        cache.read(1)
+    assert len(cache.read(0).input_ids) == 300
+
+
+def test_missing_extra_and_swapped_shards_are_named(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=6, per_shard=2)
+    shards = tmp_path / "c" / "shards"
+    a, b = shards / "00000000.arrow", shards / "00000001.arrow"
+    bytes_a, bytes_b = a.read_bytes(), b.read_bytes()
+    a.write_bytes(bytes_b), b.write_bytes(bytes_a)
+    faults = verify(tmp_path / "c", threads=1).faults
+    assert any(a.name in f for f in faults) and any(b.name in f for f in faults)
+    with pytest.raises(CorruptError):
+        Cache(tmp_path / "c").read(0)
+    a.write_bytes(bytes_a), b.write_bytes(bytes_b)
+    (shards / "00000009.arrow").write_bytes(bytes_a)
+    assert any("00000009" in f for f in verify(tmp_path / "c", threads=1).faults)
+    b.unlink()
+    assert any("00000001" in f and "missing" in f for f in verify(tmp_path / "c", threads=1).faults)
+    with pytest.raises(CorruptError, match="00000001"):
+        Cache(tmp_path / "c")
+
+
+def test_incomplete_and_absent_caches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        Cache(tmp_path / "nothing")
+    with pytest.raises(UsageError, match=r"no manifest\.json"):
+        Cache(tmp_path)
+    write_cache(tmp_path / "c", samples=2, complete=False)
+    with pytest.raises(UsageError, match="not complete"):
+        Cache(tmp_path / "c")
+    assert len(Cache(tmp_path / "c", allow_incomplete=True)) == 2
+
+
+def test_keys_depend_on_ids_mask_and_nothing_else() -> None:
+    ids, mask = np.arange(5, dtype=np.int32), np.array([0, 0, 1, 1, 1], np.uint8)
+    key = sample_key(ids, mask)
+    assert key == sample_key(ids.copy(), mask.copy()) and len(key) == 32
+    assert key != sample_key(ids, 1 - mask) and key != sample_key(ids[::-1].copy(), mask)
+    assert prompt_key(ids, mask) == prompt_key(np.array([0, 1, 9, 9], np.int32), np.array([0, 0, 1, 0], np.uint8))

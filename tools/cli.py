@@ -1,0 +1,81 @@
+"""The command line of `dflash-shards`. Imports nothing heavy before a command runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dflash_offline.shards import command
+
+PROG = "dflash-shards"
+CachePath = Annotated[Path, tyro.conf.Positional]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCache:
+    """A cache folder."""
+
+    cache: CachePath
+    """The cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls:
+    """Which samples to list."""
+
+    cache: CachePath
+    """The cache folder."""
+    limit: int = 20
+    """Lines to print; 0 prints all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Which sample to show."""
+
+    cache: CachePath
+    """The cache folder."""
+    key: Annotated[str, tyro.conf.Positional]
+    """The sample's key, or the beginning of it."""
+
+
+def _info(argv: list[str]) -> int:
+    args = command.parse(OneCache, argv, f"{PROG} info", "What a cache is.")
+    from dflash_offline.tools import inspect
+
+    return inspect.info(args.cache)
+
+
+def _ls(argv: list[str]) -> int:
+    args = command.parse(Ls, argv, f"{PROG} ls", "One line a sample.")
+    from dflash_offline.tools import inspect
+
+    return inspect.ls(args.cache, args.limit)
+
+
+def _show(argv: list[str]) -> int:
+    args = command.parse(Show, argv, f"{PROG} show", "A sample's text, its supervised tokens marked.")
+    from dflash_offline.tools import inspect
+
+    return inspect.show(args.cache, args.key)
+
+
+def _verify(argv: list[str]) -> int:
+    args = command.parse(OneCache, argv, f"{PROG} verify", "Check every byte; exit 3 when anything is wrong.")
+    from dflash_offline.tools import inspect
+
+    return inspect.check(args.cache)
+
+
+def main() -> None:
+    """Entry point."""
+    command.run(
+        PROG,
+        {
+            "info": ("target, layers, codec, samples, bytes a token", _info),
+            "ls": ("one line a sample", _ls),
+            "show": ("a sample's text with its mask", _show),
+            "verify": ("check every byte of a cache", _verify),
+        },
+    )

@@ -1,0 +1,102 @@
+"""`dflash-shards info | ls | show | verify`: what is in a cache, and whether it is still what was written."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.shards import manifest
+from dflash_offline.shards.cache import TARGET_FOLDER, Cache
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.verify import describe, verify
+
+
+def info(path: Path) -> int:
+    """Print what a cache is: target, layers, codec, samples, bytes a token."""
+    cache = Cache(path, allow_incomplete=True)
+    m = cache.manifest
+    stored = sum((path / s).stat().st_size for s in {*cache.index.column("shard").to_pylist()})
+    tokens = int(cache.tokens.sum())
+    each, raw = stored / max(tokens, 1), 2 * len(m.layer_ids) * m.hidden_size
+    rows = {
+        "cache": f"{path} ({'complete' if m.complete else 'being written'})",
+        "target": f"{m.target.get('path')} ({m.target.get('model_type')}, revision {m.target.get('revision')})",
+        "layers": f"{m.layer_ids}, {m.convention}",
+        "hidden": str(m.hidden_size),
+        "codec": describe(m),
+        "samples": f"{len(cache):,} in {len(cache.index.column('shard').unique()):,} shards",
+        "tokens": f"{tokens:,} ({int(cache.supervised.sum()):,} supervised)",
+        "bytes": f"{stored:,} ({each:,.0f} a token, {each / raw:.3f} of raw {raw:,})",
+        "responses": m.generation,
+        "dataset": f"{m.dataset.get('rows')} rows, skipped {m.dataset.get('skipped')}, lost {m.dataset.get('lost')}",
+        "kernels": m.kernels,
+        "versions": ", ".join(f"{k} {v}" for k, v in m.versions.items()),
+    }
+    for name, value in rows.items():
+        print(f"{name:10} {value}")
+    return 0
+
+
+def ls(path: Path, limit: int) -> int:
+    """Print one line a sample: key, tokens, supervised, source, row, id."""
+    cache = Cache(path, allow_incomplete=True)
+    print(f"{'key':32} {'tokens':>7} {'superv.':>7} {'shard':24} source:line id")
+    for row in cache.index.slice(0, limit or len(cache)).to_pylist():
+        place = f"{row['source']}:{row['source_row'] + 1}"
+        print(f"{row['key']} {row['tokens']:7} {row['supervised']:7} {row['shard']:24} {place} {row['id']}")
+    if limit and limit < len(cache):
+        print(f"... {len(cache) - limit} more (--limit 0 shows all)")
+    return 0
+
+
+def show(path: Path, key: str) -> int:
+    """Print a sample's text with supervised tokens marked, and the size of its states per layer."""
+    cache = Cache(path, allow_incomplete=True)
+    found = [i for i, k in enumerate(cache.keys) if k.startswith(key)]
+    if len(found) != 1:
+        raise UsageError(f"{path}: {len(found)} samples have a key starting with {key!r}; expected exactly one")
+    row, sample = cache.row(found[0]), cache.read(found[0])
+    print(f"key {sample.key}  {row['source']} line {row['source_row'] + 1}  id {row['id'] or '-'}")
+    print(f"{len(sample.input_ids)} tokens, {int(sample.loss_mask.sum())} supervised, finish {row['finish_reason']}\n")
+    print(_marked(_tokenizer(cache), sample.input_ids.tolist(), sample.loss_mask.tolist(), sys.stdout.isatty()))
+    states_TLD = sample.states.float().view(len(sample.input_ids), len(cache.layer_ids), cache.hidden_size)
+    print()
+    for i, layer in enumerate(cache.layer_ids):
+        x_TD = states_TLD[:, i]
+        print(f"layer {layer:3}: rms {x_TD.square().mean().sqrt():.4g}, largest {x_TD.abs().max():.4g}")
+    return 0
+
+
+def _tokenizer(cache: Cache) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(cache.path / TARGET_FOLDER, local_files_only=True)
+
+
+def _marked(tokenizer: Any, ids: list[int], mask: list[int], color: bool) -> str:
+    """The text, with each run of supervised tokens in green, or between guillemets where there is no colour."""
+    on, off = ("\x1b[32m", "\x1b[0m") if color else ("«", "»")
+    parts, start = [], 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or mask[i] != mask[start]:
+            text = tokenizer.decode(ids[start:i])
+            parts.append(f"{on}{text}{off}" if mask[start] else text)
+            start = i
+    return "".join(parts)
+
+
+def check(path: Path) -> int:
+    """Verify every byte; 3 when anything is wrong."""
+    begin = time.monotonic()
+    found = verify(path, threads=len(os.sched_getaffinity(0)))
+    seconds = time.monotonic() - begin
+    for fault in found.faults:
+        print(f"FAULT {fault}")
+    if not found.faults and not manifest.read(path).complete:
+        print("note: extraction is not complete; only finished shards were checked")
+    print(
+        f"{found.shards} shards, {found.samples} samples, {found.tokens} tokens, {found.bytes} bytes "
+        f"in {seconds:.2f} s: {len(found.faults)} faults"
+    )
+    return 3 if found.faults else 0
