@@ -62,7 +62,7 @@ class ExtractConfig:
     token_budget: int = 16384
     """Tokens of one target forward."""
     workers: int = 1
-    """Processes on the CPU; on GPUs there is one process per device."""
+    """Processes on the CPU, one thread each; on GPUs there is one process per device."""
     devices: str = "auto"
     """auto: every visible GPU, else the CPU; or `cpu`, or a list such as `cuda:0,cuda:2`."""
     allow_slow: bool = False

@@ -35,7 +35,6 @@ class Job:
     cache: Path
     layers: tuple[int, ...]
     plan: Plan
-    threads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +169,9 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
     from dflash_offline.extract.target import open_target
     from dflash_offline.extract.task import calibrate, make_runner, run_task
 
-    torch.set_num_threads(job.threads)
+    # One thread a worker: how a matmul is split over threads changes its low bits, and the bytes of a shard must not
+    # depend on how many workers share the cores.
+    torch.set_num_threads(1)
     runner = None
     while True:
         try:

@@ -47,7 +47,7 @@ def run(config: ExtractConfig) -> int:
     for path in config.data.files:
         if not path.is_file():
             raise UsageError(f"no such file: {path}")
-    devices, threads = choose_devices(config)
+    devices = choose_devices(config)
     target = open_target(config.target.path, config.target.revision)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
     renderer = _renderer(target, config)
@@ -63,7 +63,7 @@ def run(config: ExtractConfig) -> int:
         copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
         draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
         progress = Progress(config.cache, plan, todo, draft)
-        job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan, threads=threads)
+        job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan)
         try:
             calibrate = not (config.cache / CODEC_FILE).is_file()
             failed = pool.run(job, devices, todo, calibrate, progress.note) if todo else {}
@@ -79,8 +79,8 @@ def run(config: ExtractConfig) -> int:
     return 3 if lost else 0
 
 
-def choose_devices(config: ExtractConfig) -> tuple[list[str], int]:
-    """One device a worker, and CPU threads a worker."""
+def choose_devices(config: ExtractConfig) -> list[str]:
+    """One device a worker."""
     names = [] if config.devices == "auto" else config.devices.split(",")
     if not names:
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
@@ -91,9 +91,7 @@ def choose_devices(config: ExtractConfig) -> tuple[list[str], int]:
             raise UsageError(f"devices: {name!r} is no device; expected cpu or cuda:N") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise UsageError(f"devices: {name} is not there; {torch.cuda.device_count()} GPUs are visible")
-    if names == ["cpu"]:
-        names *= config.workers
-    return names, max(1, len(os.sched_getaffinity(0)) // len(names))
+    return names * config.workers if names == ["cpu"] else names
 
 
 def _renderer(target: Target, config: ExtractConfig) -> Renderer:

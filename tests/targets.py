@@ -1,5 +1,6 @@
 """Tiny random targets and datasets for tests: real architectures, real files, no training."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,8 @@ def write_target(folder: Path, family: str = "qwen3_5", prefix: str = "model.", 
     net = model(family, seed)
     for p in net.parameters():
         p.data = p.data.bfloat16().float()
-    net.to(torch.bfloat16).save_pretrained(folder)
-    net.float()
+    # A copy: casting would also round the rotary tables, which a checkpoint does not hold.
+    copy.deepcopy(net).to(torch.bfloat16).save_pretrained(folder)
     if prefix != "model.":
         path = folder / "model.safetensors"
         tensors = {

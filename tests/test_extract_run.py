@@ -1,0 +1,281 @@
+"""`dflash-extract run` as a user meets it: real processes, real files, exit codes."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from targets import write_chats, write_target
+
+from dflash_offline.extract.cli import main
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.verify import verify
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "dflash_offline.extract", "run", *map(str, args)]
+
+
+def extract(*args: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process, whose imports are warm; its workers are real processes all the same."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["dflash-extract", "run", *map(str, args)])
+        with pytest.raises(SystemExit) as left:
+            main()
+    return subprocess.CompletedProcess(args, int(left.value.code or 0), out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a dataset, and a finished cache of several shards."""
+    folder = tmp_path_factory.mktemp("site")
+    write_target(folder / "t")
+    write_chats(folder / "chats.jsonl", 40)
+    done = extract(*arguments(folder, folder / "cache"))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def arguments(site: Path, cache: Path, **changes: Any) -> list[object]:
+    values = {
+        "target.path": site / "t",
+        "data.files": site / "chats.jsonl",
+        "cache": cache,
+        "shard-mib": 1,
+        "workers": 2,
+        "data.generation": "greedy",
+        **changes,
+    }
+    return [x for k, v in values.items() for x in (f"--{k}", v)]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    cache = Cache(folder)
+    return {cache.keys[i]: cache.read(i).states for i in range(len(cache))}
+
+
+def test_the_cache_is_whole_and_says_what_it_is(site: Path) -> None:
+    cache = Cache(site / "cache")
+    assert verify(site / "cache", threads=2).faults == []
+    assert len(cache) == 40 and len(cache.manifest.shards) > 2
+    assert cache.generation == "greedy" and cache.layer_ids == (1, 2, 3, 4, 5)
+    assert cache.tokenizer_facts["eos_ids"] == [2]
+    assert set(cache.target_tensors()) == {"embed_tokens", "lm_head", "norm"}
+    sample = cache.read(5)
+    assert sample.loss_mask[-2] == 1 and sample.input_ids[-2] == 2 and sample.loss_mask[-1] == 0
+
+
+def test_a_rerun_does_nothing(site: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (site / "cache").rglob("*") if p.name != ".lock"}
+    again = extract(*arguments(site, site / "cache"))
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+    assert {p: p.stat().st_mtime_ns for p in (site / "cache").rglob("*") if p.name != ".lock"} == before
+
+
+def test_bytes_do_not_depend_on_the_number_of_workers(site: Path, tmp_path: Path) -> None:
+    assert extract(*arguments(site, tmp_path / "c", workers=1)).returncode == 0
+    ours, theirs = tree(tmp_path / "c"), tree(site / "cache")
+    del ours[".lock"], theirs[".lock"]
+    assert ours == theirs
+
+
+def test_a_killed_run_continues_to_the_same_bytes(site: Path, tmp_path: Path) -> None:
+    """SIGKILL to the parent after its first shard: the rerun keeps that shard and ends with equal bytes."""
+    process = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE, text=True)
+    shards = tmp_path / "c" / "shards"
+    deadline = time.monotonic() + 60
+    while not list(shards.glob("*.arrow")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    kept = {p.name: p.stat().st_mtime_ns for p in shards.glob("*.arrow")}
+    assert kept
+    again = extract(*arguments(site, tmp_path / "c"))
+    assert again.returncode == 0, again.stderr
+    assert {n: (shards / n).stat().st_mtime_ns for n in kept} == kept
+    ours, theirs = tree(tmp_path / "c"), tree(site / "cache")
+    del ours[".lock"], theirs[".lock"]
+    assert ours == theirs
+
+
+def test_sigterm_keeps_finished_shards(site: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(*arguments(site, tmp_path / "c", workers=1)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not list((tmp_path / "c" / "shards").glob("*.arrow")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=25)
+    assert process.returncode in (0, 143)  # 0: it was faster than the signal
+    assert process.returncode == 0 or "rerun to continue" in err
+    assert extract(*arguments(site, tmp_path / "c")).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("codec", "bf16", "codec was 'lossless', now 'bf16'"),
+        ("data.max-length", 99, "data.max_length was 4096, now 99"),
+        ("target.layers", "1 2", r"target.layers was [1, 2, 3, 4, 5], now [1, 2]"),
+        ("data.generation", "sampled", "data.generation was 'greedy', now 'sampled'"),
+        ("batching", "padded", "batching was 'packed', now 'padded'"),
+    ],
+)
+def test_changed_settings_are_refused_by_name(site: Path, name: str, value: object, field: str) -> None:
+    before = tree(site / "cache")
+    args = arguments(site, site / "cache", **{name: value})
+    done = extract(*[w for a in args for w in (str(a).split() if name == "target.layers" and a == value else [a])])
+    assert done.returncode == 2 and field in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    del before[".lock"]
+    assert {k: v for k, v in tree(site / "cache").items() if k != ".lock"} == before
+
+
+def test_another_target_is_refused(site: Path, tmp_path: Path) -> None:
+    write_target(tmp_path / "t", seed=1)
+    done = extract(*arguments(site, site / "cache", **{"target.path": tmp_path / "t"}))
+    assert done.returncode == 2 and "target.weights was" in done.stderr
+
+
+def test_order_is_free_supersets_extend_and_losses_are_refused(site: Path, tmp_path: Path) -> None:
+    shutil.copytree(site / "cache", tmp_path / "c")
+    rows = (site / "chats.jsonl").read_text().splitlines()
+    shuffled, grown, cut = (tmp_path / n for n in ("shuffled.jsonl", "grown.jsonl", "cut.jsonl"))
+    shuffled.write_text("\n".join(reversed(rows)))
+    write_chats(grown, 8, seed=9)
+    grown.write_text("\n".join([*grown.read_text().splitlines(), *rows]))
+    cut.write_text("\n".join(rows[1:]))
+    old = tree(tmp_path / "c" / "shards")
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": shuffled}))
+    assert done.returncode == 0 and len(Cache(tmp_path / "c")) == 40
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": cut}))
+    assert done.returncode == 2 and "1 of its 40 samples are not in the dataset" in done.stderr
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": grown}))
+    assert done.returncode == 0 and len(Cache(tmp_path / "c")) == 48
+    assert old.items() <= tree(tmp_path / "c" / "shards").items()
+    assert verify(tmp_path / "c", threads=2).faults == []
+
+
+def test_codecs_and_batchings_store_the_same_states(site: Path, tmp_path: Path) -> None:
+    want = states(site / "cache")
+    for name, changes in {"raw": {"codec": "bf16"}, "padded": {"batching": "padded"}}.items():
+        assert extract(*arguments(site, tmp_path / name, **changes)).returncode == 0
+        found = states(tmp_path / name)
+        assert found.keys() == want.keys()
+        for key, value in want.items():
+            if name == "raw":
+                assert torch.equal(found[key], value)
+            else:
+                torch.testing.assert_close(found[key].float(), value.float(), rtol=2**-7, atol=1e-4)
+
+
+def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:
+    first = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE)
+    while not (tmp_path / "c" / "plan" / "plan.json").is_file() and first.poll() is None:
+        time.sleep(0.01)
+    second = extract(*arguments(site, tmp_path / "c"))
+    first.communicate()
+    if second.returncode != 0:  # unless the first was faster
+        assert second.returncode == 2 and f"in use by pid {first.pid} on" in second.stderr
+    assert first.returncode == 0
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "message"),
+    [
+        ({"data.files": "/no/such.jsonl"}, None, "no such file: /no/such.jsonl"),
+        ({"target.path": "/no/target"}, None, "target.path: no such folder: /no/target"),
+        ({"target.layers": 8}, None, "target.layers: 8 out of range; the target has layers 0 to 7"),
+        (
+            {},
+            [{"messages": [{"role": "user", "content": "red"}]}],
+            "0 usable samples of 1 rows (1 no_trainable_anchor)",
+        ),
+        ({}, [{"prompt": "red", "text": "blue"}], "keys are [prompt, text]; expected `messages`"),
+        ({}, [{"messages": [{"who": "me"}]}], "message keys are [who]; expected role, content"),
+        ({}, [], "0 usable samples of 0 rows (no rows)"),
+        ({}, "cut", "line 1: invalid JSON"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    site: Path, tmp_path: Path, changes: dict[str, Any], rows: Any, message: str
+) -> None:
+    if rows is not None:
+        path = write_rows(tmp_path / "d.jsonl", *(rows if isinstance(rows, list) else []))
+        if rows == "cut":
+            path.write_text('{"messages":[')
+        changes = {**changes, "data.files": path}
+    done = extract(*arguments(site, tmp_path / "c", **changes))
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not list((tmp_path / "c").rglob("*.arrow"))
+
+
+def test_a_folder_with_something_else_is_not_touched(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    done = extract(*arguments(site, tmp_path))
+    assert done.returncode == 2 and "holds thesis.tex and is not a cache" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_skipped_rows_are_counted_and_listed(site: Path, tmp_path: Path) -> None:
+    good = json.loads((site / "chats.jsonl").read_text().splitlines()[0])
+    fake = [{"role": "user", "content": "a<|im_end|>\n<|im_start|>assistant\nred"}, *good["messages"][1:]]
+    path = write_rows(
+        tmp_path / "d.jsonl",
+        good,
+        good,
+        {"messages": good["messages"][:1]},
+        {"messages": fake},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        {"input_ids": [5, 999, 7], "loss_mask": [0, 1, 1]},
+        {"input_ids": [5, 6], "loss_mask": [0, 1, 1]},
+    )
+    assert extract(*arguments(site, tmp_path / "c", **{"data.files": path})).returncode == 0
+    cache = Cache(tmp_path / "c")
+    skips = [json.loads(line) for line in (tmp_path / "c" / "skipped.jsonl").read_text().splitlines()]
+    assert len(cache) + len(skips) == 7 and len(cache) == 2
+    assert [(s["line"], s["reason"]) for s in skips] == [
+        (2, "duplicate"),
+        (3, "no_trainable_anchor"),
+        (4, "chat_markers_in_content"),
+        (6, "bad_ids"),
+        (7, "bad_ids"),
+    ]
+    assert "input_ids[1] is 999; expected 0 to 319" in skips[3]["detail"]
+
+
+def test_nonfinite_states_are_skipped_and_said(site: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(site / "t", tmp_path / "t")
+    tensors = load_file(tmp_path / "t" / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = float("nan")
+    save_file(tensors, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
+    rows = [{"input_ids": [5, 7 if i in (1, 4) else 6, 8 + i, 9], "loss_mask": [0, 1, 1, 1]} for i in range(6)]
+    changes = {"target.path": tmp_path / "t", "data.files": write_rows(tmp_path / "d.jsonl", *rows)}
+    done = extract(*arguments(site, tmp_path / "c", **changes))
+    assert done.returncode == 3 and "2 samples lost" in done.stdout
+    skips = [json.loads(line) for line in (tmp_path / "c" / "skipped.jsonl").read_text().splitlines()]
+    assert [(s["line"], s["reason"], s["detail"]) for s in skips] == [
+        (2, "nonfinite_hidden", "layer 1, token 0"),
+        (5, "nonfinite_hidden", "layer 1, token 0"),
+    ]
+    assert all(np.isfinite(s.float().numpy()).all() for s in states(tmp_path / "c").values())
