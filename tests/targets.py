@@ -133,3 +133,9 @@ def write_chats(path: Path, count: int, seed: int = 0) -> Path:
             messages = [{"role": "user", "content": words(3, 30)}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"chat-{i}", "messages": messages, "finish_reason": "stop"}) + "\n")
     return path
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """JSONL of any rows."""
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path

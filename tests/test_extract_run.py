@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from targets import write_chats, write_target
+from targets import write_chats, write_rows, write_target
 
 from dflash_offline.extract.cli import main
 from dflash_offline.shards.cache import Cache
@@ -191,11 +191,6 @@ def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:
     if second.returncode != 0:  # unless the first was faster
         assert second.returncode == 2 and f"in use by pid {first.pid} on" in second.stderr
     assert first.returncode == 0
-
-
-def write_rows(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -42,30 +42,30 @@ class Show:
 
 def _info(argv: list[str]) -> int:
     args = command.parse(OneCache, argv, f"{PROG} info", "What a cache is.")
-    from dflash_offline.tools import inspect
+    from dflash_offline.tools import browse
 
-    return inspect.info(args.cache)
+    return browse.info(args.cache)
 
 
 def _ls(argv: list[str]) -> int:
     args = command.parse(Ls, argv, f"{PROG} ls", "One line a sample.")
-    from dflash_offline.tools import inspect
+    from dflash_offline.tools import browse
 
-    return inspect.ls(args.cache, args.limit)
+    return browse.ls(args.cache, args.limit)
 
 
 def _show(argv: list[str]) -> int:
     args = command.parse(Show, argv, f"{PROG} show", "A sample's text, its supervised tokens marked.")
-    from dflash_offline.tools import inspect
+    from dflash_offline.tools import browse
 
-    return inspect.show(args.cache, args.key)
+    return browse.show(args.cache, args.key)
 
 
 def _verify(argv: list[str]) -> int:
     args = command.parse(OneCache, argv, f"{PROG} verify", "Check every byte; exit 3 when anything is wrong.")
-    from dflash_offline.tools import inspect
+    from dflash_offline.tools import browse
 
-    return inspect.check(args.cache)
+    return browse.check(args.cache)
 
 
 def main() -> None:

@@ -1,0 +1,176 @@
+"""The whole job, small: chats -> cache -> drafter -> acceptance, offline and live, on two CPU cores.
+
+    python -m dflash_offline.tools.demo --out demo-out
+
+Every stage is the command a user would type. Live decoding uses the model class of the PyPI package `dflash`.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.files import atomic_file
+from dflash_offline.tools.tiny_chats import chats
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "tools" / "tiny_target"
+CONFIGS = ROOT / "configs"
+
+
+def write_dataset(path: Path, count: int) -> dict[str, float]:
+    """Answer `count` prompts that the target was not trained on, greedily, and write them as chats.
+
+    Returns how many answers end by themselves and how varied they are: real answers, or the demo shows nothing.
+    """
+    from dflash_offline.tools.tiny_generate import generate
+
+    prompts = [chat.prompt for chat in chats(seed=17, count=count, held_out=True)]
+    grams: list[tuple[int, ...]] = []
+    ended = kept = 0
+    with path.open("w") as file:
+        for i, done in enumerate(generate(TARGET, prompts)):
+            ids = done.generated_ids
+            grams += [tuple(ids[j : j + 4]) for j in range(len(ids) - 3)]
+            ended += done.finish_reason == "stop"
+            if done.round_trip:  # else the rendered chat is not what the target wrote
+                kept += 1
+                row = {"id": f"chat-{i}", "messages": done.messages, "finish_reason": done.finish_reason}
+                file.write(json.dumps(row) + "\n")
+    return {"ended": ended / count, "distinct 4-grams": len(set(grams)) / len(grams), "chats": kept}
+
+
+def live(cache: Cache, run: Path, drafter: Path, samples: int) -> dict[str, Any]:
+    """Decode held-out prompts live with the client's model class, and compare with the offline walk."""
+    import torch
+    from dflash import DFlashDraftModel
+
+    from dflash_offline.tools.live import LiveTarget, drafter_features, run_and_compare
+    from dflash_offline.train.evaluate import load_target
+    from dflash_offline.train.export import load_drafter
+    from dflash_offline.train.folder import read_config
+    from dflash_offline.train.plan import held_out, in_key_order
+    from dflash_offline.train.rows import column_index
+
+    ours = load_drafter(drafter).requires_grad_(False)
+    client = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
+    chosen = held_out(cache.prompt_keys, read_config(run).data.val_fraction) & (cache.anchors > 0)
+    columns = column_index(cache.layer_ids, ours.spec.layer_ids)
+    picked = [
+        drafter_features(cache.read(n), columns, cache.hidden_size) for n in in_key_order(cache.keys, chosen, samples)
+    ]
+    shared = load_target(cache, torch.device("cpu"), torch.float32)
+    target = LiveTarget(TARGET, ours.spec.layer_ids)
+    found = run_and_compare(ours, shared, client, target, picked, set(cache.tokenizer_facts["eos_ids"]))
+    if fault := found.fault():
+        raise RunError(f"live decoding and the offline walk do not agree: {fault}")
+    return {
+        "offline": found.tau_offline,
+        "live": found.tau_live,
+        "steps": found.steps,
+        "near ties": found.near_ties,
+        "left": found.left,
+    }
+
+
+def picture(run: Path, evals: Sequence[tuple[int, float]], path: Path) -> None:
+    """Loss over steps, and tau where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot([r["step"] for r in rows], [r["loss"] for r in rows], linewidth=1)
+    left.set(xlabel="step", ylabel="loss (nats a token)", title="Training loss")
+    right.plot(*zip(*evals, strict=True), marker="o")
+    right.set(xlabel="step", ylabel="tau (tokens a step)", title="Acceptance on held-out prompts", ylim=(0.9, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def command(*words: object) -> None:
+    """Run one of the three programs as a user would, and show what is run."""
+    program, *rest = map(str, words)
+    print(f"\n$ dflash-{program} {shlex.join(rest)}", flush=True)
+    module = "tools" if program == "shards" else program
+    code = subprocess.run([sys.executable, "-m", f"dflash_offline.{module}", *rest], check=False).returncode
+    if code:
+        raise RunError(f"dflash-{program} {rest[0]} left with code {code}")
+
+
+def demo(out: Path, count: int, samples: int) -> None:
+    """Run every stage into `out` and print the table."""
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out}: is not empty; remove it or choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    data, cache, run = out / "chats.jsonl", out / "cache", out / "run"
+    print(f"answering {count} prompts with {TARGET} ...", flush=True)
+    answers = write_dataset(data, count)
+    command("extract", "run", "--config", CONFIGS / "demo-extract.toml", "--target.path", TARGET, "--data.files", data,
+            "--cache", cache)  # fmt: skip
+    command("shards", "verify", cache)
+    command("train", "run", "--config", CONFIGS / "demo-train.toml", "--cache", cache, "--run-dir", run)
+    table = Cache(cache)
+    taus: dict[str, dict[str, Any]] = {}
+    for name, step in (("untrained", ["--step", 0]), ("trained", [])):
+        drafter = out / f"drafter-{name}"
+        command("train", "export", "--run-dir", run, *step, "--out", drafter)
+        command("train", "eval", "--run-dir", run, *step, "--samples", samples, "--out", out / f"eval-{name}.json")
+        print(f"decoding {samples} held-out prompts live ...", flush=True)
+        taus[name] = live(table, run, drafter, samples)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    evals = [(row["step"], row["tau"]) for row in metrics if "tau" in row]
+    result = {name: json.loads((out / f"eval-{name}.json").read_text()) for name in taus}
+    evals = [(0, result["untrained"]["tau"]), *evals, (int(metrics[-1]["step"]), result["trained"]["tau"])]
+    picture(run, evals, out / "curves.png")
+    tokens, stored = int(table.tokens.sum()), sum(s.bytes for s in table.manifest.shards)
+    lines = {
+        "answers": f"{answers['ended']:.1%} end by themselves, distinct 4-grams {answers['distinct 4-grams']:.2f}",
+        "samples": f"{len(table)}, {tokens} tokens",
+        "bytes a token": f"{2 * len(table.layer_ids) * table.hidden_size} raw, {stored / tokens:.0f} stored",
+        "loss": f"{losses[0]:.3f} first, {losses[-1]:.3f} last",
+        **{
+            f"tau, {name}": f"{t['offline']:.4f} offline, {t['live']:.4f} live "
+            f"({t['steps']} steps compared, {t['near ties']} near ties, {t['left']} prompts answered otherwise live)"
+            for name, t in taus.items()
+        },
+        "drafter": str(out / "drafter-trained"),
+        "picture": str(out / "curves.png"),
+        "time": f"{time.monotonic() - start:.0f} s",
+    }
+    print()
+    for name, value in lines.items():
+        print(f"{name:15} {value}")
+    with atomic_file(out / "demo.json") as file:
+        file.write(json.dumps({"answers": answers, "taus": taus, "loss": [losses[0], losses[-1]]}, indent=1).encode())
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m dflash_offline.tools.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="new folder for everything the demo makes")
+    parser.add_argument("--chats", type=int, default=1000, help="prompts to answer")
+    parser.add_argument("--samples", type=int, default=50, help="held-out prompts to measure on")
+    args = parser.parse_args()
+    try:
+        demo(args.out, args.chats, args.samples)
+    except (UsageError, RunError) as error:
+        print(f"demo: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()
