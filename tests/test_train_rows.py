@@ -1,0 +1,189 @@
+"""Rows, anchors and their order: functions of seed, epoch, keys and lengths."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_reference import LAYERS, D, chats, drafter, make_cache, one_block, spec, states_of, target
+
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.keys import eligible_anchors, sample_key
+from dflash_offline.train.model import block_inputs
+from dflash_offline.train.plan import EMPTY, Plan, anchor_slots, chosen, held_out, make_plan
+from dflash_offline.train.rows import RowBuilder, ahead, column_index, draw_anchors, select_layers
+
+
+def keys(count: int) -> list[str]:
+    return [blake2b(str(i).encode(), digest_size=16).hexdigest() for i in range(count)]
+
+
+def planned(tokens: np.ndarray, names: list[str] | None = None, **settings: int) -> Plan:
+    options = {"row_tokens": 100, "row_anchors": 16, "rows_per_step": 4, "seed": 0} | settings
+    names = names or keys(len(tokens))
+    return make_plan(np.ones(len(tokens), bool), names, tokens, tokens // 2, **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(4, 150), min_size=1, max_size=300), st.integers(1, 40), st.integers(1, 3))
+def test_every_sample_is_in_one_row_and_rows_keep_their_budgets(lengths: list[int], slots: int, epoch: int) -> None:
+    tokens = np.array(lengths)
+    plan = planned(tokens, row_anchors=slots)
+    assert sorted(plan.members.tolist()) == list(range(len(tokens)))
+    anchors = anchor_slots(tokens, tokens // 2, 100, slots)
+    for row in range(plan.rows):
+        samples = plan.samples(row)
+        assert 0 < np.minimum(tokens[samples], 100).sum() <= 100
+        assert 0 < anchors[samples].sum() <= slots
+    order = plan.epoch_order(epoch)
+    assert len(order) == plan.steps_per_epoch * 4
+    assert sorted(order[order != EMPTY].tolist()) == list(range(plan.rows))
+
+
+def test_anchors_go_by_length() -> None:
+    tokens, eligible = np.array([10, 50, 100, 400, 50]), np.array([9, 40, 90, 390, 3])
+    assert anchor_slots(tokens, eligible, 100, 16).tolist() == [2, 8, 16, 16, 3]
+
+
+def test_order_does_not_depend_on_ranks_or_on_the_cache_s_order() -> None:
+    tokens, names = np.random.default_rng(0).integers(5, 100, 60), keys(60)
+    plan = planned(tokens, names)
+
+    def seen(plan: Plan, names: list[str], world: int, first: int = 0) -> list[list[str]]:
+        dealt = [list(plan.dealt(first, 3 * plan.steps_per_epoch, rank, world)) for rank in range(world)]
+        rows = [row for together in zip(*dealt, strict=True) for row in together]
+        return [[*sorted(names[i] for i in samples), str(epoch)] for samples, epoch in rows]
+
+    alone = seen(plan, names, 1)
+    assert seen(plan, names, 2) == alone and seen(plan, names, 4) == alone
+    shuffled = np.random.default_rng(1).permutation(60)
+    other = [names[i] for i in shuffled]
+    assert seen(planned(tokens[shuffled], other), other, 1) == alone
+    assert seen(planned(tokens, names, seed=1), names, 1) != alone
+    epochs = np.array_split(np.array(["".join(row[:-1]) for row in alone], dtype=object), 3)
+    assert [row[-1] for row in alone] == [str(e) for e in range(3) for _ in range(len(alone) // 3)]
+    assert not np.array_equal(epochs[0], epochs[1]) and sorted(epochs[0]) == sorted(epochs[1])
+    # The position in the data is the step alone: any stop and restart goes on where it was.
+    for step in range(3 * plan.steps_per_epoch):
+        assert seen(plan, names, 1, first=step) == alone[step * 4 :]
+
+
+def test_fractions_are_nested_and_prompts_stay_together() -> None:
+    names = keys(4000)
+    parts = [chosen(names, fraction) for fraction in (0.1, 0.5, 1.0)]
+    assert abs(parts[0].mean() - 0.1) < 0.02 and abs(parts[1].mean() - 0.5) < 0.03 and parts[2].all()
+    assert not (parts[0] & ~parts[1]).any()
+    val = held_out([names[i // 4] for i in range(4000)], 0.2)
+    assert abs(val.mean() - 0.2) < 0.03 and (val.reshape(-1, 4).all(1) | ~val.reshape(-1, 4).any(1)).all()
+    assert abs((val & parts[1]).mean() - 0.1) < 0.03  # independent of the fraction
+
+
+def test_nothing_to_train_on_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing to train on: of 3 samples 3 are chosen"):
+        make_plan(
+            np.ones(3, bool), keys(3), np.full(3, 9), np.zeros(3, int), row_tokens=9, row_anchors=1, rows_per_step=1,
+            seed=0,
+        )  # fmt: skip
+
+
+def test_anchors_are_drawn_by_key_and_epoch() -> None:
+    eligible = np.arange(10, 60)
+    first = draw_anchors(eligible, 12, 0, 0, "a")
+    assert first.tolist() == [11, 18, 23, 24, 27, 28, 30, 36, 41, 42, 46, 53]
+    assert len(set(first.tolist())) == 12 and (np.diff(first) > 0).all() and np.isin(first, eligible).all()
+    assert np.array_equal(first, draw_anchors(eligible, 12, 0, 0, "a"))
+    for other in ((1, 0, "a"), (0, 1, "a"), (0, 0, "b")):
+        assert not np.array_equal(first, draw_anchors(eligible, 12, *other))
+    often = np.concatenate([draw_anchors(eligible, 5, 0, epoch, "a") for epoch in range(2000)])
+    assert np.bincount(often, minlength=60)[10:].min() > 140  # 200 expected
+    assert np.array_equal(draw_anchors(eligible, 50, 0, 0, "a"), eligible)
+
+
+def test_a_row_holds_its_samples(tmp_path: Path) -> None:
+    samples = [*chats(4), chats(1, seed=9, longest=200)[0]]
+    cache = make_cache(tmp_path / "cache", samples)
+    row_tokens, made = 160, spec(layer_ids=(5, 1))
+    slots = anchor_slots(cache.tokens, cache.anchors, row_tokens, 40)
+    builder = RowBuilder(
+        samples=cache, slots=slots, spec=made, layers=column_index(LAYERS, (5, 1)), row_tokens=row_tokens,
+        row_anchors=40, seed=0,
+    )  # fmt: skip
+    members = [0, 2]
+    row = builder.build(np.array(members), epoch=3)
+    assert row.states_TLD.shape == (row_tokens, 2 * D) and row.label_AK.shape == (40, 6)
+    assert row.keys == tuple(cache.keys[i] for i in members) and row.tokens == sum(len(samples[i][0]) for i in members)
+    assert row.anchors == slots[members].sum() and not row.supervised_AK[row.anchors :].any()
+    at = used = 0
+    for number in members:
+        ids, mask = samples[number]
+        states = states_of(ids).view(-1, 3, D)[:, [2, 0]].flatten(1)
+        assert torch.equal(row.states_TLD[at : at + len(ids)], states)
+        assert row.position_T[at : at + len(ids)].tolist() == list(range(len(ids)))
+        count = int(slots[number])
+        drawn = draw_anchors(eligible_anchors(mask), count, 0, 3, sample_key(ids, mask))
+        for j, anchor in enumerate(drawn.tolist(), start=used):
+            assert (int(row.blocks.anchor_A[j]) - at, int(row.blocks.start_A[j])) == (anchor, at)
+            assert int(row.anchor_token_A[j]) == ids[anchor]
+            alive = True
+            for k in range(1, 6):
+                alive = alive and anchor + k < len(ids) and mask[anchor + k] == 1
+                assert bool(row.supervised_AK[j, k]) == alive
+                if alive:
+                    assert int(row.label_AK[j, k]) == ids[anchor + k]
+        at, used = at + len(ids), used + count
+    cut = builder.build(np.array([4]), epoch=0)
+    assert len(samples[4][0]) > row_tokens and cut.tokens == row_tokens
+    assert torch.equal(cut.states_TLD[:, :D], states_of(samples[4][0])[:row_tokens, 2 * D :])
+    assert int(cut.blocks.anchor_A.max()) < row_tokens - 1
+    empty = builder.build(np.array([], dtype=np.int64), epoch=0)
+    assert empty.anchors == 0 and not empty.supervised_AK.any()
+
+
+def test_packed_rows_draft_as_samples_alone(tmp_path: Path) -> None:
+    samples = chats(4, seed=2)
+    cache = make_cache(tmp_path / "cache", samples)
+    made, frozen = drafter(sliding_window=5), target()
+    slots = anchor_slots(cache.tokens, cache.anchors, 256, 64)
+    builder = RowBuilder(
+        samples=cache, slots=slots, spec=made.spec, layers=None, row_tokens=256, row_anchors=64, seed=0
+    )
+    row = builder.build(np.array([0, 1, 2]), epoch=0)
+    inputs = block_inputs(frozen.embedding_VD, row.anchor_token_A, 6, made.spec.mask_token_id)
+    out = made(row.states_TLD, row.position_T, inputs, row.blocks)
+    assert out.isfinite().all()
+    owner = np.repeat([0, 1, 2], slots[:3])
+    for j in range(row.anchors):
+        ids = samples[owner[j]][0]
+        anchor = int(row.blocks.anchor_A[j] - row.blocks.start_A[j])
+        alone = one_block(made, frozen, ids, states_of(ids), anchor)
+        torch.testing.assert_close(out[j], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_are_selected_by_name() -> None:
+    states = torch.arange(12).view(2, 6)
+    assert select_layers(states, column_index((1, 3, 5), (5, 3)), 2).tolist() == [[4, 5, 2, 3], [10, 11, 8, 9]]
+    assert column_index((1, 3, 5), (1, 3, 5)) is None
+
+
+def test_rows_ahead_keep_their_order_and_end_early() -> None:
+    made: list[int] = []
+
+    def make(job: int) -> int:
+        made.append(job)
+        return -job
+
+    assert list(ahead(make, range(20), threads=4, depth=3)) == [-i for i in range(20)]
+    made.clear()
+    rows = ahead(make, range(1000), threads=2, depth=3)
+    assert [next(rows), next(rows)] == [0, -1]
+    rows.close()
+    assert len(made) <= 5
+
+
+def test_planning_is_fast_enough() -> None:
+    tokens = np.clip(np.random.default_rng(0).lognormal(7.4, 0.6, 30_000), 20, 8000).astype(np.int64)
+    plan = planned(tokens, row_tokens=3072, row_anchors=512)
+    assert np.minimum(tokens, 3072).sum() / (plan.rows * 3072) > 0.93

@@ -1,0 +1,142 @@
+"""Checkpoints: complete or absent, checked before use, without pickle.
+
+    RUN/checkpoints/step-00000012/
+        model.safetensors        fp32 weights
+        optimizer.safetensors    moments and step counts
+        state.json               step, settings, cache, and the xxh3 of the two files
+
+A folder is written under another name, fsynced and renamed. There is no generator state to keep: rows and anchors
+follow from the seed and the step.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dflash_offline.shards.errors import CorruptError, RunError, UsageError
+from dflash_offline.shards.files import file_hash, publish, read_json, write_json
+from dflash_offline.train.optim import load_optimizer_tensors, optimizer_tensors
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, its files found as they were written."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state["step"]
+
+    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Put the weights into `module`, and the optimizer's state where it is wanted."""
+        device = next(module.parameters()).device
+        module.load_state_dict(_load(self.folder / MODEL, device))
+        if optimizer is not None:
+            load_optimizer_tensors(module, optimizer, _load(self.folder / OPTIMIZER, device))
+
+
+def save(
+    root: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int
+) -> Path:
+    """Write the checkpoint of `step` under `root`, then remove all but the newest `keep`."""
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"step-{step:08d}"
+    temporary = root / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        tensors = {MODEL: module.state_dict(), OPTIMIZER: optimizer_tensors(module, optimizer)}
+        for name, content in tensors.items():
+            write_tensors(temporary / name, content)
+        hashes = {name: file_hash(temporary / name) for name in tensors}
+        write_json(temporary / STATE, {**facts, "step": step, "files": hashes})
+        _remove(final)
+        publish(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in _folders(root)[keep:]:
+        _remove(old)
+    return final
+
+
+def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint under `root`, and why newer ones were passed over.
+
+    Raises RunError when there are checkpoints and none is complete: starting anew would hide the loss.
+    """
+    passed: list[str] = []
+    for folder in _folders(root):
+        try:
+            return _open(folder), passed
+        except CorruptError as error:
+            passed.append(str(error))
+    if passed:
+        raise RunError(f"{root}: no complete checkpoint among {len(passed)}; the newest: {passed[0]}")
+    return None, passed
+
+
+def at_step(root: Path, step: int) -> Checkpoint:
+    """The checkpoint of one step. Raises UsageError where it is not kept, CorruptError where it is damaged."""
+    folder = root / f"step-{step:08d}"
+    if not folder.is_dir():
+        kept = ", ".join(str(int(f.name.removeprefix("step-"))) for f in reversed(_folders(root))) or "none"
+        raise UsageError(f"{root}: no checkpoint of step {step}; kept steps: {kept}")
+    return _open(folder)
+
+
+def clean(root: Path) -> None:
+    """Remove what a killed process left half written. Only before this process writes itself."""
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file and make it durable."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    path.chmod(0o644)  # save_file leaves it to its owner alone
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _open(folder: Path) -> Checkpoint:
+    try:
+        state = read_json(folder / STATE)
+    except FileNotFoundError:
+        raise CorruptError(f"{folder}: {STATE} is missing") from None
+    for name, expected in state["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptError(f"{path}: missing")
+        if (found := file_hash(path)) != expected:
+            raise CorruptError(f"{path}: xxh3 is {found}, expected {expected}")
+    return Checkpoint(folder, state)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(root.glob("step-*"), reverse=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint so that no moment shows a part of it under its name."""
+    if folder.exists():
+        hidden = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.replace(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Tensor]:
+    with safe_open(path, "pt", device=str(device)) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,0 +1,253 @@
+"""Settings of `dflash-train`. Imports only the standard library, so that `--help` answers at once.
+
+A field that may be None has None as its default: TOML cannot say null, so any other default could not be undone there.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the drafter. What is not given follows the target."""
+
+    layers: int = 5
+    """Decoder layers of the drafter."""
+    block_size: int = 16
+    """Tokens of a block: one anchor and block_size - 1 drafted slots."""
+    layer_ids: tuple[int, ...] | None = None
+    """Target layers to read, a subset of the cache's; None: all of them, in the cache's order."""
+    sliding_window: int | None = None
+    """Window of the sliding layers, the query itself counted (2048 in the published 27B drafter); None: no window."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """One type a layer; None: all full, or with a window all sliding but the last."""
+    intermediate_size: int | None = None
+    """Width of the MLP; None: the target's."""
+    heads: int | None = None
+    """Query heads; None: the target's, or 32 where the target's head_dim is above 128."""
+    kv_heads: int | None = None
+    """Key and value heads; None: the target's, or 8 where the target's head_dim is above 128."""
+    head_dim: int | None = None
+    """Width of a head; None: the target's, or 128 where the target's is above 128."""
+    mask_token_id: int | None = None
+    """Token that stands for an undrafted slot; None: known for the family, else the tokenizer's, else an unused id."""
+
+    def __post_init__(self) -> None:
+        _at_least("model.layers", self.layers, 1)
+        _at_least("model.block_size", self.block_size, 2)
+        for name in ("sliding_window", "intermediate_size", "heads", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(f"model.{name}", value, 1)
+        if self.layer_ids is not None and (not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids)):
+            raise ValueError(f"model.layer_ids: expected distinct layers, found {list(self.layer_ids)}")
+        if self.layer_types is not None:
+            if len(self.layer_types) != self.layers:
+                raise ValueError(
+                    f"model.layer_types: expected one for each of model.layers = {self.layers}, "
+                    f"found {len(self.layer_types)}"
+                )
+            if "sliding_attention" in self.layer_types and self.sliding_window is None:
+                raise ValueError("model.layer_types has a sliding_attention layer; expected model.sliding_window too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which samples are seen, and how they are laid out in rows."""
+
+    row_tokens: int = 3072
+    """Tokens of a row. Longer samples are cut here."""
+    row_anchors: int = 512
+    """Anchor slots of a row, shared by its samples by length."""
+    rows_per_step: int = 8
+    """Rows of one optimizer step, over all ranks; a multiple of the number of ranks."""
+    fraction: float = 1.0
+    """Part of the training samples to use; smaller parts are subsets of larger ones."""
+    val_fraction: float = 0.02
+    """Part of the prompts held out for evaluation."""
+    threads: int = 2
+    """Threads that read and decode samples, a rank."""
+    rows_ahead: int = 4
+    """Rows prepared ahead of the step that needs them, a rank."""
+
+    def __post_init__(self) -> None:
+        _at_least("data.row_tokens", self.row_tokens, 2)
+        for name in ("row_anchors", "rows_per_step", "threads", "rows_ahead"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"data.fraction: expected 0 < fraction <= 1, found {self.fraction}")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"data.val_fraction: expected 0 <= val_fraction < 1, found {self.val_fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What is minimised."""
+
+    objective: Literal["decay"] = "decay"
+    """decay: cross entropy of slot k weighted by exp(-(k - 1) / gamma)."""
+    gamma: float | None = None
+    """Slots over which the weight falls by e; None: 7 for blocks of 16, 5 for 10, 4 for 8 and lines between."""
+    chunk: int = 1024
+    """Slots whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"loss.gamma: expected a positive number, found {self.gamma}")
+        _at_least("loss.chunk", self.chunk, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW on fp32 weights; cosine schedule over optimizer steps."""
+
+    lr: float = 6e-4
+    """Highest learning rate."""
+    warmup_ratio: float = 0.04
+    """Part of all steps over which the rate rises linearly."""
+    min_lr_ratio: float = 0.0
+    """Rate of the last step, as a part of lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW moments."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the matrices; norm gains have none."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    epochs: int = 6
+    """Times that every sample is seen."""
+    max_steps: int | None = None
+    """End after this many optimizer steps; the schedule then ends there too."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.clip <= 0:
+            raise ValueError(f"optim.lr and optim.clip: expected positive numbers, found {self.lr} and {self.clip}")
+        for name in ("warmup_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optim.{name}: expected a part between 0 and 1, found {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas: expected two numbers in [0, 1), found {self.betas}")
+        if self.weight_decay < 0:
+            raise ValueError(f"optim.weight_decay: expected a number >= 0, found {self.weight_decay}")
+        _at_least("optim.epochs", self.epochs, 1)
+        if self.max_steps is not None:
+            _at_least("optim.max_steps", self.max_steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """When checkpoints are written. The end of a run and a stop signal always write one."""
+
+    every: int = 500
+    """Optimizer steps between checkpoints."""
+    keep_last: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _at_least("save.every", self.every, 1)
+        _at_least("save.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Evaluation on held-out samples while training."""
+
+    every: int = 0
+    """Optimizer steps between evaluations; 0: none."""
+    samples: int = 64
+    """Held-out samples used."""
+
+    def __post_init__(self) -> None:
+        _at_least("validate.every", self.every, 0)
+        _at_least("validate.samples", self.samples, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a drafter from a cache."""
+
+    cache: Path = Path("cache")
+    """Cache folder, as written by dflash-extract."""
+    # Not `run`: torchrun takes `--run` for an abbreviation of its own `--run-path`, wherever it stands.
+    run_dir: Path = Path("run")
+    """Folder of this run: settings, metrics, checkpoints. Continued when it exists."""
+    seed: int = 0
+    """Of initial weights, rows and anchors."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: cuda where there is one."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products (weights and optimizer state are always float32); auto: float32 on the CPU, else bfloat16."""
+    log_every: int = 10
+    """Optimizer steps between printed lines; metrics.jsonl has every step."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("log_every", self.log_every, 1)
+        _at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Measure acceptance by the serving walk over a cache."""
+
+    run_dir: Path | None = None
+    """Run whose checkpoint is measured."""
+    step: int | None = None
+    """Step of the run: a kept checkpoint, or 0 for the untrained weights; None: the newest."""
+    drafter: Path | None = None
+    """Exported or published drafter folder, instead of a run."""
+    cache: Path | None = None
+    """Cache to measure on; None: the run's."""
+    split: Literal["val", "train", "all"] = "val"
+    """Which samples: held out, trained on, or all."""
+    val_fraction: float | None = None
+    """Part of the prompts held out; None: the run's."""
+    samples: int | None = None
+    """Use at most this many samples; None: all of the split."""
+    resamples: int = 1000
+    """Bootstrap resamples for the interval."""
+    seed: int = 0
+    """Of the bootstrap."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where to compute. The CPU computes in float32."""
+    out: Path | None = None
+    """JSON file to write; None: RUN/eval/step-N.json, or DRAFTER/eval.json."""
+
+    def __post_init__(self) -> None:
+        if (self.run_dir is None) == (self.drafter is None):
+            raise ValueError("expected either --run-dir RUN or --drafter FOLDER")
+        if self.drafter is not None and self.cache is None:
+            raise ValueError("--drafter needs --cache CACHE")
+        if self.drafter is not None and self.split != "all" and self.val_fraction is None:
+            raise ValueError(f"--drafter with --split {self.split} needs --val-fraction; or use --split all")
+        if self.drafter is not None and self.step is not None:
+            raise ValueError("--step goes with --run-dir, not with --drafter")
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
+            raise ValueError(f"val_fraction: expected 0 <= val_fraction < 1, found {self.val_fraction}")
+        for name in ("samples", "resamples"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a checkpoint as a Hugging Face folder that dflash, vLLM and SGLang load."""
+
+    run_dir: Path = Path("run")
+    """Run whose checkpoint is exported."""
+    step: int | None = None
+    """Step of the run: a kept checkpoint, or 0 for the untrained weights; None: the newest."""
+    out: Path = Path("drafter")
+    """New folder to write."""
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, found {value}")

@@ -1,0 +1,90 @@
+"""Drafters as Hugging Face folders: written for `dflash`, vLLM and SGLang, read from anyone's."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.files import atomic_file, publish
+from dflash_offline.train import checkpoint
+from dflash_offline.train.config import ExportConfig
+from dflash_offline.train.folder import read_config, read_identity
+from dflash_offline.train.hf import from_config, to_config
+from dflash_offline.train.log import say
+from dflash_offline.train.model import Drafter, new_drafter
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def export_drafter(drafter: Drafter, folder: Path) -> None:
+    """Write `folder`, which must not exist: bf16 weights and config.json, whole or not at all."""
+    if folder.exists():
+        raise UsageError(f"{folder}: exists; expected a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+        checkpoint.write_tensors(temporary / WEIGHTS, tensors)
+        with atomic_file(temporary / CONFIG) as file:
+            file.write(json.dumps(to_config(drafter.spec), indent=2).encode())
+        publish(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_drafter(folder: Path) -> Drafter:
+    """The drafter in `folder`, exported here or published, in fp32. Raises UsageError when it is another model."""
+    config, weights = folder / CONFIG, folder / WEIGHTS
+    for path in (config, weights):
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file; expected a drafter folder with {CONFIG} and {WEIGHTS}")
+    try:
+        spec = from_config(json.loads(config.read_text()), str(config))
+    except ValueError as error:
+        raise UsageError(f"{config}: not valid JSON: {error}") from None
+    with torch.device("meta"):
+        drafter = Drafter(spec)
+    with safe_open(weights, "pt") as file:
+        tensors = {name.removeprefix("model."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    expected: dict[str, Any] = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    found = {name: tuple(t.shape) for name, t in tensors.items()}
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        name = wrong[0]
+        raise UsageError(
+            f"{weights}: {len(wrong)} tensors do not fit {CONFIG}; the first: {name} is {found.get(name, 'missing')}, "
+            f"expected {expected.get(name, 'no such tensor')}"
+        )
+    drafter.load_state_dict(tensors, assign=True)
+    return drafter
+
+
+def run_drafter(run: Path, step: int | None) -> tuple[Drafter, int]:
+    """The drafter of a run after `step` steps (None: of its newest checkpoint; 0: untrained), and the step."""
+    config = read_config(run)
+    spec = from_config(read_identity(run)["drafter"], str(run / "identity.json"))
+    drafter = new_drafter(spec, config.seed)
+    if step == 0:
+        return drafter, 0
+    root = run / "checkpoints"
+    found, passed = checkpoint.newest(root) if step is None else (checkpoint.at_step(root, step), [])
+    for reason in passed:
+        say(f"passed over an incomplete checkpoint: {reason}")
+    if found is None:
+        raise UsageError(f"{root}: no checkpoint yet; --step 0 gives the untrained drafter")
+    found.restore(drafter)
+    return drafter, found.step
+
+
+def export(config: ExportConfig) -> int:
+    """The command."""
+    drafter, step = run_drafter(config.run_dir, config.step)
+    export_drafter(drafter, config.out)
+    print(f"step {step} of {config.run_dir} written to {config.out}")
+    return 0

@@ -1,0 +1,111 @@
+"""A drafter's spec as the config.json of a Hugging Face folder, and back. The only form in which a spec is stored.
+
+Reading tolerates the layouts seen in published folders, and refuses by name whatever would change the arithmetic.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.train.spec import DrafterSpec, rope_theta
+
+ARCHITECTURE = "DFlashDraftModel"
+# Fields that switch on arithmetic this drafter does not have, with the values that leave it off.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "final_logit_softcapping": (None, 0),
+    "hidden_act": (None, "silu"),
+    "input_embedding_scale": (None, 1),
+    "is_causal": (None,),
+    "output_multiplier": (None, 1),
+    "rope_scaling": (None,),
+}
+
+
+def to_config(spec: DrafterSpec) -> dict[str, Any]:
+    """config.json of an exported drafter."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "block_size": spec.block_size,
+        "dflash_config": {"mask_token_id": spec.mask_token_id, "target_layer_ids": list(spec.layer_ids)},
+        "num_target_layers": spec.num_target_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": len(spec.layer_types),
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "layer_types": list(spec.layer_types),
+        "sliding_window": spec.sliding_window,
+        "use_sliding_window": spec.sliding_window is not None,
+        "max_window_layers": len(spec.layer_types),
+        # transformers 5 and vLLM read rope_parameters, older readers the other two.
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
+        "dtype": "bfloat16",
+        "use_cache": True,
+    }
+
+
+def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
+    """Spec of the drafter that `config` describes. `where` names it in errors."""
+    nested = config.get("dflash_config") or {}
+
+    def get(name: str) -> Any:
+        value = nested.get(name, config.get(name))
+        if value is None:
+            raise UsageError(f"{where}: no {name}, neither in dflash_config nor at the top; expected a DFlash drafter")
+        return value
+
+    if (architectures := config.get("architectures")) != [ARCHITECTURE]:
+        raise UsageError(f"{where}: architectures is {architectures}; expected ['{ARCHITECTURE}']")
+    for name, neutral in _NEUTRAL.items():
+        if (value := nested.get(name, config.get(name))) not in neutral:
+            raise UsageError(f"{where}: {name} = {value} is not supported; expected {neutral[-1]}")
+    if (kind := (config.get("rope_parameters") or {}).get("rope_type", "default")) != "default":
+        raise UsageError(f"{where}: rope_type = {kind} is not supported; expected default")
+    layers, heads = get("num_hidden_layers"), get("num_attention_heads")
+    layer_types = tuple(config.get("layer_types") or ("full_attention",) * layers)
+    sliding = "sliding_attention" in layer_types
+    if len(layer_types) != layers or not {*layer_types} <= {"full_attention", "sliding_attention"}:
+        raise UsageError(f"{where}: layer_types {list(layer_types)} do not fit num_hidden_layers = {layers}")
+    return DrafterSpec(
+        hidden_size=get("hidden_size"),
+        intermediate_size=get("intermediate_size"),
+        heads=heads,
+        kv_heads=get("num_key_value_heads"),
+        head_dim=config.get("head_dim") or get("hidden_size") // heads,
+        layer_types=layer_types,
+        sliding_window=get("sliding_window") if sliding else None,
+        block_size=get("block_size"),
+        layer_ids=tuple(nested.get("target_layer_ids") or config.get("target_layer_ids") or _default_layers(config)),
+        num_target_layers=get("num_target_layers"),
+        mask_token_id=get("mask_token_id"),
+        vocab_size=get("vocab_size"),
+        rms_norm_eps=get("rms_norm_eps"),
+        rope_theta=rope_theta(config),
+        max_position_embeddings=get("max_position_embeddings"),
+        eos_token_id=config.get("eos_token_id"),
+        pad_token_id=config.get("pad_token_id"),
+    )
+
+
+def _default_layers(config: Mapping[str, Any]) -> list[int]:
+    """The published rule where a config names no layers: evenly from the second to the third last."""
+    target, count = config["num_target_layers"], config["num_hidden_layers"]
+    if count == 1:
+        return [target // 2]
+    return [round(1 + i * (target - 4) / (count - 1)) for i in range(count)]

@@ -1,0 +1,105 @@
+"""What a run will do, worked out and checked before anything is written or computed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.hf import to_config
+from dflash_offline.train.plan import Ints, Plan, anchor_slots, chosen, held_out, in_key_order, make_plan
+from dflash_offline.train.rows import RowBuilder, column_index
+from dflash_offline.train.spec import DrafterSpec, derive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of `config` on an opened cache."""
+
+    config: TrainConfig
+    cache: Cache
+    spec: DrafterSpec
+    plan: Plan
+    steps: int
+    """Optimizer steps of the whole run."""
+    slots: Ints
+    """Anchors that each sample of the cache brings to its row."""
+    validation: list[int]
+    """Held-out samples that are measured while training."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run and its checkpoints belong to, besides the settings."""
+        return {"cache_fingerprint": self.cache.fingerprint, "drafter": to_config(self.spec)}
+
+    def builder(self) -> RowBuilder:
+        """Builder of this run's rows."""
+        data = self.config.data
+        return RowBuilder(
+            samples=self.cache,
+            slots=self.slots,
+            spec=self.spec,
+            layers=column_index(self.cache.layer_ids, self.spec.layer_ids),
+            row_tokens=data.row_tokens,
+            row_anchors=data.row_anchors,
+            seed=self.config.seed,
+        )
+
+    def describe(self) -> str:
+        """One line on what will be trained on."""
+        used, data = self.plan.members, self.config.data
+        tokens = np.minimum(self.cache.tokens[used], data.row_tokens)
+        cut = int((self.cache.tokens[used] > data.row_tokens).sum())
+        return (
+            f"{len(used)} samples of {len(self.cache)} ({cut} cut at {data.row_tokens} tokens), {self.plan.rows} rows "
+            f"{tokens.sum() / (self.plan.rows * data.row_tokens):.0%} full, {self.steps} steps, "
+            f"mask token {self.spec.mask_token_id}"
+        )
+
+
+def prepare(config: TrainConfig, world: int) -> Job:
+    """Open the cache and plan the run on `world` ranks. Raises UsageError for whatever does not fit."""
+    data = config.data
+    if data.rows_per_step % world:
+        raise UsageError(
+            f"data.rows_per_step = {data.rows_per_step} cannot be dealt to {world} ranks; expected a multiple"
+        )
+    cache = Cache(config.cache)
+    rows = cache.target_config.get("vocab_size")
+    if rows is None:
+        raise UsageError(f"{config.cache}: target config.json has no vocab_size")
+    spec = derive(config.model, cache.target_config, cache.layer_ids, cache.tokenizer_facts, int(rows))
+    if (longest := data.row_tokens + spec.block_size) > spec.max_position_embeddings:
+        raise UsageError(
+            f"data.row_tokens = {data.row_tokens} and a block reach position {longest}, the target's "
+            f"max_position_embeddings is {spec.max_position_embeddings}; expected shorter rows"
+        )
+    val = held_out(cache.prompt_keys, data.val_fraction)
+    validation = in_key_order(cache.keys, val & (cache.anchors > 0), config.validate.samples)
+    if config.validate.every and not validation:
+        raise UsageError(
+            f"validate.every = {config.validate.every}, but no sample is held out at data.val_fraction = "
+            f"{data.val_fraction}; expected a larger part, or validate.every = 0"
+        )
+    plan = make_plan(
+        ~val & chosen(cache.keys, data.fraction),
+        cache.keys,
+        cache.tokens,
+        cache.anchors,
+        row_tokens=data.row_tokens,
+        row_anchors=data.row_anchors,
+        rows_per_step=data.rows_per_step,
+        seed=config.seed,
+    )
+    steps = plan.steps_per_epoch * config.optim.epochs
+    return Job(
+        config=config,
+        cache=cache,
+        spec=spec,
+        plan=plan,
+        steps=min(steps, config.optim.max_steps or steps),
+        slots=anchor_slots(cache.tokens, cache.anchors, data.row_tokens, data.row_anchors),
+        validation=validation,
+    )

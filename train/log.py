@@ -1,0 +1,80 @@
+"""What a run tells: where the time of a step went, metrics.jsonl, and a line now and then.
+
+Times on a GPU are taken by events on its own stream, so that asking for them does not stall it.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Seconds of each phase of a step: `lap(name)` ends the phase that began at the last lap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._laps: list[tuple[str, Any]] = []
+        self.read()
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap went to `name`."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._laps.append((name, event))
+        else:
+            self._laps.append((name, time.perf_counter()))
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last reading, which the next phase starts from."""
+        if self._cuda and self._laps:
+            self._laps[-1][1].synchronize()
+        seconds: dict[str, float] = {}
+        for (_, begin), (name, end) in zip(self._laps, self._laps[1:], strict=False):
+            seconds[name] = seconds.get(name, 0.0) + (begin.elapsed_time(end) / 1e3 if self._cuda else end - begin)
+        self._laps.clear()
+        self.lap("")
+        return seconds
+
+
+class Metrics:
+    """metrics.jsonl of a run: one object a step, in order, each step once."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Append after `step`; what a killed run wrote after its last checkpoint is dropped, as it happens again."""
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if len(kept) != len(lines):
+            path.write_text("".join(kept))
+        self._file = path.open("a")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """One line."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def line(entry: dict[str, Any], steps: int) -> str:
+    """A step for people."""
+    loss = "none" if entry["loss"] is None else f"{entry['loss']:.4f}"
+    wait = entry["seconds"].get("data", 0.0) / max(sum(entry["seconds"].values()), 1e-9)
+    text = (
+        f"step {entry['step']}/{steps}  loss {loss}  accuracy {entry['accuracy']:.3f}  "
+        f"tau(uniform) {entry['tau_uniform']:.2f}  lr {entry['lr']:.2e}  norm {entry['grad_norm']:.2f}  "
+        f"tok/s {entry['tokens_per_s']:.0f}  block tok/s {entry['block_tokens_per_s']:.0f}  data wait {wait:.0%}"
+    )
+    if entry["mask_token_samples"]:
+        text += f"  ({entry['mask_token_samples']} samples contain the mask token)"
+    if "validation" in entry:
+        text += f"  held-out tau {entry['validation']['tau']:.3f}"
+    return text

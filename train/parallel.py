@@ -1,0 +1,86 @@
+"""Data parallelism under torchrun: the only module that imports torch.distributed.
+
+A step's rows are dealt to the ranks, each of which sums the gradients of its own; then one collective adds up the
+gradients and one the counts. Nothing else is exchanged, so a rank whose rows hold nothing simply adds zeros.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_offline.shards.errors import RunError, UsageError
+
+T = TypeVar("T")
+
+
+# The last collective lives to the end of the process. Otherwise gloo's thread may be the last to let go of it; it needs
+# the interpreter for that, and aborts the process when that is already ending.
+_last: list[dist.Work] = []
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's part of `items`."""
+        return items[self.rank :: self.world]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the ranks, in place. Every rank must call it."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def agree(self, tensor: Tensor) -> bool:
+        """Whether all ranks have the same integers. Every rank must call it."""
+        # Equal where the largest is the smallest; ~x orders the other way round without overflow.
+        high, low = self._reduce(torch.stack([tensor, ~tensor]), dist.ReduceOp.MAX)
+        return bool((high == ~low).all())
+
+    def wait(self) -> None:
+        """Until every rank is here. torchrun ends the others when one leaves with a code, so they leave together."""
+        self.sum(torch.zeros(1, device=self.device))
+
+    def _reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world > 1:
+            try:
+                _last[:] = [dist.all_reduce(tensor, how, async_op=True)]
+                _last[0].wait()
+            except RuntimeError as error:
+                raise RunError(f"rank {self.rank}: lost another rank, which says why: {error}") from None
+        return tensor
+
+
+@contextmanager
+def connect(device: str) -> Iterator[Ranks]:
+    """Join the peers that torchrun started; a process started by hand is alone and opens no port."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield Ranks(0, 1, torch.device(device))
+        return
+    here = torch.device("cpu")
+    if device == "cuda":
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""From samples to the tensors of a row, and rows prepared ahead of the step that needs them.
+
+Shapes: T row tokens, A anchor slots, K block, L captured layers, D hidden.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dflash_offline.shards.cache import Sample
+from dflash_offline.shards.keys import eligible_anchors
+from dflash_offline.train.masks import Blocks
+from dflash_offline.train.plan import Ints
+from dflash_offline.train.spec import DrafterSpec
+
+T = TypeVar("T")
+J = TypeVar("J")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One micro-batch. Free tokens and anchor slots are zeros that nothing sees and nothing counts."""
+
+    states_TLD: Tensor
+    position_T: Tensor
+    """Position of each token in its document."""
+    blocks: Blocks
+    anchor_token_A: Tensor
+    label_AK: Tensor
+    supervised_AK: Tensor
+    """Slots that carry loss: from 1 on, up to the first unsupervised token of the document."""
+    keys: tuple[str, ...]
+    """Samples of the row."""
+    tokens: int
+    anchors: int
+    mask_token_samples: int
+    """Samples that contain the mask token, which in a text stands for something else."""
+
+    def to(self, device: torch.device) -> "Row":
+        """The same row on another device."""
+        if device.type == "cpu":
+            return self
+        names = ("states_TLD", "position_T", "anchor_token_A", "label_AK", "supervised_AK")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, blocks=self.blocks.to(device), **moved)
+
+
+class Samples(Protocol):
+    """What a row needs of a cache."""
+
+    def read(self, number: int) -> Sample: ...  # noqa: D102
+
+
+def column_index(cached_layer_ids: tuple[int, ...], layer_ids: tuple[int, ...]) -> list[int] | None:
+    """Where `layer_ids` stand among the cached layers; None when they are the same."""
+    return None if layer_ids == cached_layer_ids else [cached_layer_ids.index(i) for i in layer_ids]
+
+
+def select_layers(states_TLD: Tensor, layers: list[int] | None, hidden_size: int) -> Tensor:
+    """The chosen layers' states, side by side."""
+    if layers is None:
+        return states_TLD
+    return states_TLD.view(len(states_TLD), -1, hidden_size)[:, layers].flatten(1)
+
+
+def draw_anchors(eligible: Ints, count: int, seed: int, epoch: int, key: str) -> Ints:
+    """`count` of the eligible positions without replacement, sorted; a function of (seed, epoch, key)."""
+    # Raw bits of a counter-based generator stay the same in every version of numpy; `choice` may not.
+    digest = blake2b(f"{seed} {epoch} {key}".encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(len(eligible))
+    return np.sort(eligible[np.argsort(bits, kind="stable")[:count]])
+
+
+def supervised_slots(loss_mask: NDArray[np.uint8], anchors: Ints, size: int) -> NDArray[np.bool_]:
+    """[A, K]: slots whose token is supervised, as are all before it in the block; never slot 0, the given token."""
+    padded = np.concatenate([loss_mask != 0, np.zeros(size, dtype=bool)])
+    supervised = np.logical_and.accumulate(padded[anchors[:, None] + np.arange(size)], axis=1)
+    supervised[:, 0] = False
+    return supervised
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBuilder:
+    """Everything that is the same for all rows of a run."""
+
+    samples: Samples
+    slots: Ints
+    """Anchors of every sample of the cache."""
+    spec: DrafterSpec
+    layers: list[int] | None
+    row_tokens: int
+    row_anchors: int
+    seed: int
+
+    def build(self, members: Ints, epoch: int) -> Row:
+        """Read `members` and lay them side by side."""
+        spec, size = self.spec, self.spec.block_size
+        states = torch.zeros(self.row_tokens, len(spec.layer_ids) * spec.hidden_size, dtype=torch.bfloat16)
+        position = np.zeros(self.row_tokens, dtype=np.int64)
+        anchor, start, token = (np.zeros(self.row_anchors, dtype=np.int64) for _ in range(3))
+        label = np.zeros((self.row_anchors, size), dtype=np.int64)
+        supervised = np.zeros((self.row_anchors, size), dtype=bool)
+        at = used = mask_token_samples = 0
+        keys = []
+        for number in members.tolist():
+            sample = self.samples.read(number)
+            # Cutting is exact: the states of a causal target do not depend on what follows.
+            ids, mask = sample.input_ids[: self.row_tokens], sample.loss_mask[: self.row_tokens]
+            drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, epoch, sample.key)
+            here, to = slice(at, at + len(ids)), slice(used, used + len(drawn))
+            states[here] = select_layers(sample.states[: len(ids)], self.layers, spec.hidden_size)
+            position[here] = np.arange(len(ids))
+            anchor[to], start[to], token[to] = drawn + at, at, ids[drawn]
+            label[to] = np.pad(ids, (0, size))[drawn[:, None] + np.arange(size)]
+            supervised[to] = supervised_slots(mask, drawn, size)
+            mask_token_samples += bool((ids == spec.mask_token_id).any())
+            keys.append(sample.key)
+            at, used = here.stop, to.stop
+        return Row(
+            states_TLD=states,
+            position_T=torch.from_numpy(position),
+            blocks=Blocks(torch.from_numpy(anchor), torch.from_numpy(start), size),
+            anchor_token_A=torch.from_numpy(token),
+            label_AK=torch.from_numpy(label),
+            supervised_AK=torch.from_numpy(supervised),
+            keys=tuple(keys),
+            tokens=at,
+            anchors=used,
+            mask_token_samples=mask_token_samples,
+        )
+
+
+def ahead(make: Callable[[J], T], jobs: Iterable[J], threads: int, depth: int) -> Generator[T, None, None]:
+    """`map(make, jobs)` with up to `depth` results prepared in threads. Reading and decoding release the GIL."""
+    pool = ThreadPoolExecutor(threads)
+    pending: deque[Future[T]] = deque()
+    try:
+        for job in jobs:
+            pending.append(pool.submit(make, job))
+            if len(pending) > depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
