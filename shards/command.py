@@ -3,11 +3,14 @@
 Imports nothing heavy, so that `--help` answers at once.
 """
 
+import io
 import os
+import re
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,12 +33,17 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
             raise UsageError("--config needs a file name; expected: --config FILE.toml")
         default = load_toml(cls, Path(argv[at + 1]))
         argv = argv[:at] + argv[at + 2 :]
-    # Ranges are checked in __post_init__; tyro would print a traceback for them.
+    # tyro draws its errors as a box over several lines; a log wants one.
+    box = io.StringIO()
     try:
-        options = (tyro.conf.FlagConversionOff,)
-        return tyro.cli(cls, args=argv, prog=prog, description=description, default=default, config=options)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        with redirect_stderr(box):
+            options = (tyro.conf.FlagConversionOff,)
+            return tyro.cli(cls, args=argv, prog=prog, description=description, default=default, config=options)
+    except SystemExit as left:
+        if left.code == 0:
+            raise
+        lines = (re.sub(r"[\u2500-\u257f]+", " ", line) for line in box.getvalue().splitlines())
+        raise UsageError(" ".join(" ".join(lines).split())) from None
 
 
 def load_toml(cls: type[T], path: Path) -> T:
@@ -61,7 +69,15 @@ def structure(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     try:
         return converter.structure(values, cls)
     except Exception as error:
-        raise UsageError(f"{where}: " + "; ".join(cattrs.transform_error(error, path="config"))) from None
+        found = cattrs.transform_error(error, path="config", format_exception=_explain)
+        raise UsageError(f"{where}: " + "; ".join(found)) from None
+
+
+def _explain(error: BaseException, kind: type | None) -> str:
+    """A range error in its own words; cattrs would say only "invalid value"."""
+    from cattrs.v import format_exception
+
+    return str(error) if type(error) is ValueError else format_exception(error, kind)
 
 
 def _strict(kind: type, accepts: Any) -> Callable[[Any, Any], Any]:

@@ -165,6 +165,10 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=1000, help="prompts to answer")
     parser.add_argument("--samples", type=int, default=50, help="held-out prompts to measure on")
     args = parser.parse_args()
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         demo(args.out, args.chats, args.samples)
     except (UsageError, RunError) as error:

@@ -1,0 +1,119 @@
+"""Configuration files, flags and errors, as every program has them."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dflash_offline.shards import command
+from dflash_offline.shards.errors import RunError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Inner settings."""
+
+    rate: float = 0.5
+    """A rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"inner.rate: expected 0 to 1, found {self.rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Outer settings."""
+
+    path: Path = Path("x")
+    """A path."""
+    steps: int = 3
+    """A count."""
+    fast: bool = False
+    """A switch."""
+    limit: int | None = None
+    """May be absent."""
+    inner: Inner = field(default_factory=Inner)
+
+
+def parse(*argv: str) -> Outer:
+    return command.parse(Outer, list(argv), "prog", "What it does.")
+
+
+def test_flags_win_over_the_file_which_wins_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('path = "a"\nsteps = 5\n[inner]\nrate = 1\n')
+    assert parse("--config", str(file), "--steps", "7") == Outer(path=Path("a"), steps=7, inner=Inner(rate=1.0))
+    assert parse("--inner.rate", "0.25", "--fast", "True") == Outer(fast=True, inner=Inner(rate=0.25))
+
+
+def test_settings_survive_a_round_trip() -> None:
+    config = Outer(path=Path("p q"), inner=Inner(rate=0.1))
+    values = command.unstructure(config)
+    assert "limit" not in values  # TOML has no null
+    assert command.structure(Outer, values, "again") == config
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("stepps = 1", r"extra fields found \(stepps\)"),
+        ("steps = 1.5", "expected int, found 1.5"),
+        ("steps = true", "expected int, found True"),
+        ('fast = "yes"', "expected bool, found 'yes'"),
+        ("[inner]\nrate = 2.0", "inner.rate: expected 0 to 1, found 2.0"),
+        ("steps = ", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, toml: str, message: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(toml)
+    with pytest.raises(UsageError, match=message) as error:
+        parse("--config", str(file))
+    assert "\n" not in str(error.value) and str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--stepps", "1"], "Unrecognized options: --stepps"),
+        (["--steps", "x"], "--steps: invalid literal"),
+        (["--inner.rate", "2"], "inner.rate: expected 0 to 1, found 2.0"),
+        (["--config", "/no/such.toml"], "no such file: /no/such.toml"),
+        (["--config"], "--config needs a file name"),
+    ],
+)
+def test_a_bad_flag_is_one_line(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(*argv)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (UsageError("bad input"), 2, "prog go: error: bad input"),
+        (RunError("lost"), 1, "prog go: error: lost"),
+        (OSError(28, "No space left on device", "/full"), 1, "/full"),
+        (KeyboardInterrupt(), 130, ""),
+        (None, 0, ""),
+    ],
+)
+def test_exit_codes(
+    raised: BaseException | None,
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def go(argv: list[str]) -> int:
+        if raised:
+            raise raised
+        return 0
+
+    monkeypatch.setattr(sys, "argv", ["prog", "go"])
+    with pytest.raises(SystemExit) as left:
+        command.run("prog", {"go": ("goes", go)})
+    err = capsys.readouterr().err
+    assert left.value.code == code and message in err and "Traceback" not in err
