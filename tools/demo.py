@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +79,20 @@ def live(cache: Cache, run: Path, drafter: Path, samples: int) -> dict[str, Any]
     }
 
 
-def picture(run: Path, evals: Sequence[tuple[int, float]], path: Path) -> None:
-    """Loss over steps, and tau where it was measured."""
+def picture(metrics: list[dict[str, Any]], taus: dict[int, float], path: Path) -> None:
+    """Loss over steps, and tau: on a few samples while training, and `taus` on all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot([r["step"] for r in rows], [r["loss"] for r in rows], linewidth=1)
+    left.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], linewidth=1)
     left.set(xlabel="step", ylabel="loss (nats a token)", title="Training loss")
-    right.plot(*zip(*evals, strict=True), marker="o")
+    few = {row["step"]: row["validation"]["tau"] for row in metrics if "validation" in row}
+    right.plot(list(few), list(few.values()), marker=".", label="while training, 16 prompts")
+    right.plot(list(taus), list(taus.values()), "o", label="untrained and trained, all prompts")
+    right.legend(loc="lower right")
     right.set(xlabel="step", ylabel="tau (tokens a step)", title="Acceptance on held-out prompts", ylim=(0.9, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -131,11 +131,9 @@ def demo(out: Path, count: int, samples: int) -> None:
         print(f"decoding {samples} held-out prompts live ...", flush=True)
         taus[name] = live(table, run, drafter, samples)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in metrics if "loss" in row]
-    evals = [(row["step"], row["tau"]) for row in metrics if "tau" in row]
+    losses = [row["loss"] for row in metrics]
     result = {name: json.loads((out / f"eval-{name}.json").read_text()) for name in taus}
-    evals = [(0, result["untrained"]["tau"]), *evals, (int(metrics[-1]["step"]), result["trained"]["tau"])]
-    picture(run, evals, out / "curves.png")
+    picture(metrics, {0: result["untrained"]["tau"], metrics[-1]["step"]: result["trained"]["tau"]}, out / "curves.png")
     tokens, stored = int(table.tokens.sum()), sum(s.bytes for s in table.manifest.shards)
     lines = {
         "answers": f"{answers['ended']:.1%} end by themselves, distinct 4-grams {answers['distinct 4-grams']:.2f}",
