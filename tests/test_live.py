@@ -1,7 +1,6 @@
 """Live decoding: lossless, and step for step what the offline walk says, with the independent client's own code."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from dflash_offline.shards.cache import Cache
 from dflash_offline.tools.live import (
     Comparison,
     LiveTarget,
-    Run,
     accept,
+    client_loop,
     client_proposer,
     compare,
     decode,
@@ -28,7 +27,7 @@ from dflash_offline.train.config import ModelConfig, OptimConfig, TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import export_drafter, load_drafter, run_drafter
 from dflash_offline.train.loop import train
-from dflash_offline.train.walk import Step, walk_sample
+from dflash_offline.train.walk import walk_sample
 
 client = pytest.importorskip("dflash.model", reason="the client: pip install --no-deps dflash==0.1.0")
 CPU = torch.device("cpu")
@@ -119,25 +118,7 @@ def test_hybrid_target_offline_equals_live_with_the_clients_model(tmp_path: Path
     assert found.fault() == "" and found.samples == 12 and found.steps > 20 and found.tau_offline > 2
 
 
-class RoundedTarget:
-    """The target as the client uses it, with the hidden states it returns rounded to bf16, as the cache stores them."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
-        out = self.model(*args, **kwargs)
-        hidden = out.hidden_states and [h.bfloat16().float() for h in out.hidden_states]
-        return SimpleNamespace(logits=out.logits, hidden_states=hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-
-def test_dense_target_offline_equals_the_clients_unmodified_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # it times itself by CUDA's clock, also on the CPU
+def test_dense_target_offline_equals_the_clients_unmodified_loop(tmp_path: Path) -> None:
     cache, folder = trained(tmp_path, "qwen3", 120)
     ours, theirs = load_drafter(folder), client.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
     shared, target = load_target(cache, CPU, torch.float32), LiveTarget(tmp_path / "t", cache.layer_ids)
@@ -145,19 +126,7 @@ def test_dense_target_offline_equals_the_clients_unmodified_loop(
     for i in range(len(cache)):
         sample = cache.read(i)
         start, stop = response_span(sample)
-        out = client.dflash_generate(
-            theirs,
-            RoundedTarget(target.model),
-            torch.from_numpy(sample.input_ids[:start])[None].long(),
-            max_new_tokens=stop - start + SIZE,
-            stop_token_ids=[],
-            return_stats=True,
-        )
-        anchor, steps = start, []
-        for recorded in out.acceptance_lengths:
-            steps.append(Step(anchor, recorded, ()))
-            anchor += recorded
-        run = Run(prompt=start, ids=out.output_ids[0].tolist(), steps=steps)
+        run = client_loop(theirs, target, sample.input_ids[:start].tolist(), stop - start + SIZE, set())
         offline = walk_sample(ours, shared, sample)
         compare(result, sample, offline, run, offline_proposer(ours, shared), client_proposer(theirs, target))
     assert result.fault() == "" and result.samples == 12 and result.left == 0

@@ -76,7 +76,11 @@ def test_help_is_quick_and_imports_no_torch(room: str, words: list[str]) -> None
     assert min(times) < 1.0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for folder in ("configs", "benchmarks") for p in (ROOT / folder).rglob("*.toml")),
+    ids=lambda p: p.name,
+)
 def test_every_recipe_loads_and_survives_a_round_trip(path: Path) -> None:
     cls = ExtractConfig if "extract" in path.name else TrainConfig
     config = load_toml(cls, path)

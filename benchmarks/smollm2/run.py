@@ -19,7 +19,6 @@ import time
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from dflash_offline.shards.cache import Cache
 from dflash_offline.tools.live import (
     Comparison,
     LiveTarget,
-    Run,
+    client_loop,
     client_proposer,
     compare,
     drafter_features,
@@ -40,7 +39,7 @@ from dflash_offline.train.export import load_drafter
 from dflash_offline.train.folder import read_config
 from dflash_offline.train.plan import held_out, in_key_order
 from dflash_offline.train.rows import column_index
-from dflash_offline.train.walk import Step, walk_sample
+from dflash_offline.train.walk import walk_sample
 
 TOPICS = """the moon|rain|bread|bees|rivers|glass|paper|coffee|bridges|clocks|volcanoes|salt|sleep|music|chess|trees|
 whales|maps|iron|deserts|tea|wind|cheese|books|trains|gold|honey|ice|cities|gardens|birds|dreams|money|lamps|ships|
@@ -115,27 +114,10 @@ def answer(folder: Path, path: Path, new_tokens: int) -> None:
             file.flush()
 
 
-class RoundedTarget:
-    """The target with the hidden states it returns rounded to bf16, as the cache stores them."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
-        """Forward."""
-        out = self.model(*args, **kwargs)
-        hidden = out.hidden_states and [h.bfloat16().float() for h in out.hidden_states]
-        return SimpleNamespace(logits=out.logits, hidden_states=hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-
 def measure(target_folder: Path, cache: Cache, run: Path, drafter: Path, count: int) -> dict[str, Any]:
     """The client's unmodified loop on `count` held-out prompts, against the offline walk."""
-    from dflash.model import DFlashDraftModel, dflash_generate
+    from dflash.model import DFlashDraftModel
 
-    torch.cuda.synchronize = lambda *_: None  # the client reads CUDA's clock, also on the CPU
     ours = load_drafter(drafter).requires_grad_(False)
     client = DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
     shared = load_target(cache, torch.device("cpu"), torch.float32)
@@ -145,19 +127,8 @@ def measure(target_folder: Path, cache: Cache, run: Path, drafter: Path, count: 
     for number in in_key_order(cache.keys, chosen, count):
         sample = drafter_features(cache.read(number), columns, cache.hidden_size)
         start, stop = response_span(sample)
-        out = dflash_generate(
-            client,
-            RoundedTarget(target.model),
-            torch.from_numpy(sample.input_ids[:start])[None].long(),
-            max_new_tokens=stop - start + size,
-            stop_token_ids=cache.tokenizer_facts["eos_ids"],
-            return_stats=True,
-        )
-        steps, anchor = [], start
-        for recorded in out.acceptance_lengths:
-            steps.append(Step(anchor, recorded, ()))
-            anchor += recorded
-        run_ = Run(prompt=start, ids=out.output_ids[0].tolist(), steps=steps)
+        stop_ids = set(cache.tokenizer_facts["eos_ids"])
+        run_ = client_loop(client, target, sample.input_ids[:start].tolist(), stop - start + size, stop_ids)
         walked = [s for s in walk_sample(ours, shared, sample) if start <= s.anchor < stop]
         compare(result, sample, walked, run_, offline_proposer(ours, shared), client_proposer(client, target))
     return {

@@ -1,0 +1,79 @@
+"""What needs a CUDA device: `pytest -m gpu` on a machine with one, and flash-linear-attention installed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from targets import write_chats, write_target
+
+from dflash_offline.extract import kernels
+from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfig
+from dflash_offline.extract.forward import Capture
+from dflash_offline.extract.run import run as extract
+from dflash_offline.extract.target import load_decoder, open_target
+from dflash_offline.shards.cache import Cache
+from dflash_offline.train.config import DataConfig as TrainData
+from dflash_offline.train.config import ModelConfig, OptimConfig, TrainConfig
+from dflash_offline.train.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYERS = (1, 3, 6)
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 300, (n,), generator=generator, dtype=torch.int32) for n in (33, 67, 130, 5, 257)]
+
+
+def capture(folder: Path, device: str, dtype: torch.dtype, batching: str = "packed") -> Capture:
+    target, where = open_target(str(folder), None), torch.device(device)
+    kernels.install(target.model_type, where, allow_slow=False)
+    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
+    return Capture(load_decoder(target, max(LAYERS), where, dtype, attention), LAYERS, batching, where)
+
+
+def distances(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+    """Relative L2 distance of each layer over all samples."""
+    a, b = (torch.cat([s.float().cpu() for s in x]) for x in (found, wanted))
+    return [float((a[:, i] - b[:, i]).norm() / b[:, i].norm()) for i in range(len(LAYERS))]
+
+
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
+def test_states_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path, family: str, batching: str) -> None:
+    """bf16 on the GPU is no further from fp32 on the CPU than twice what bf16 of another batch shape is."""
+    write_target(tmp_path / "t", family)
+    wanted = capture(tmp_path / "t", "cpu", torch.float32)(samples())
+    run = capture(tmp_path / "t", "cuda", torch.bfloat16, batching)
+    together, alone = run(samples()), [run([s])[0] for s in samples()]
+    noise, found = distances(alone, wanted), distances(together, wanted)
+    print(f"{family} {batching}: single {noise}, together {found}")
+    assert all(f < 2 * n + 1e-3 for f, n in zip(found, noise, strict=True))
+    assert max(noise) < 0.15  # random weights amplify rounding over depth
+
+
+def test_extract_and_train_on_the_gpu(tmp_path: Path) -> None:
+    write_target(tmp_path / "t")
+    data = DataConfig(files=(write_chats(tmp_path / "d.jsonl", 30),), generation="greedy")
+    config = ExtractConfig(target=TargetConfig(path=str(tmp_path / "t")), data=data, cache=tmp_path / "c", shard_mib=1)
+    assert extract(config) == 0
+    assert "fla" in Cache(tmp_path / "c").manifest.kernels
+    losses = {}
+    for device in ("cpu", "cuda"):
+        run_dir = tmp_path / device
+        settings = TrainConfig(
+            cache=tmp_path / "c",
+            run_dir=run_dir,
+            device=device,  # type: ignore[arg-type]
+            precision="float32",
+            model=ModelConfig(layers=2, block_size=8, sliding_window=16),
+            data=TrainData(row_tokens=256, row_anchors=32, rows_per_step=2, val_fraction=0.0),
+            optim=OptimConfig(epochs=1, max_steps=4),
+        )
+        assert train(settings) == 0
+        losses[device] = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
