@@ -55,7 +55,8 @@ class Intake:
         ids, mask = whole_ids[: self.data.max_length], whole_mask[: self.data.max_length]
         if len(eligible_anchors(mask)) == 0:
             cut = len(eligible_anchors(whole_mask)) > 0
-            raise SkipRow("no_supervised_tokens_after_truncation" if cut else "no_trainable_anchor")
+            detail = f"{int(mask.sum())} supervised tokens of {len(ids)}, and no two in a row"
+            raise SkipRow("no_supervised_tokens_after_truncation" if cut else "no_trainable_anchor", detail)
         key = sample_key(ids, mask)
         if key in self.seen:
             raise SkipRow("duplicate", f"same ids and mask as another row, key {key}")
@@ -84,7 +85,7 @@ def make_plan(
     Raises UsageError when a setting differs (naming field, old, new), when planned samples are gone from the dataset,
     or when nothing is usable.
     """
-    old = plans.read(cache)
+    old = plans.read(cache) or plans.from_manifest(cache)
     if old is not None:
         for name in sorted(settings | old.settings):
             was, now = old.settings.get(name), settings.get(name)
@@ -94,7 +95,7 @@ def make_plan(
     if old is not None and old.files == files:
         return old
     known = set(plans.all_keys(cache, old)) if old else set()
-    name = f"tokens-{len(old.tokens_files) if old else 0:05d}.arrow"
+    name = f"tokens-{len(old.tasks) if old else 0:05d}.arrow"
     tokens_path = cache / plans.FOLDER / name
     with atomic_file(cache / SKIPPED) as skips:
         intake = Intake(data=data, renderer=renderer, planned=known, skips=skips)
@@ -104,13 +105,15 @@ def make_plan(
         except UsageError:
             tokens_path.unlink(missing_ok=True)
             raise
+    if not tasks:
+        tokens_path.unlink()
     plan = plans.Plan(
         settings=settings,
         files=files,
         rows=intake.rows,
         skipped=dict(intake.skipped),
         keys=plans.keys_hash(list(intake.seen)),
-        tokens_files={**(old.tokens_files if old else {}), name: tokens_hash},
+        tokens_files={**(old.tokens_files if old else {}), **({name: tokens_hash} if tasks else {})},
         tasks=[*(old.tasks if old else []), *tasks],
     )
     plans.write(cache, plan)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dflash_offline.extract.dataset import Skip
+from dflash_offline.shards import index, manifest
 from dflash_offline.shards.command import structure
 from dflash_offline.shards.errors import CorruptError
 from dflash_offline.shards.files import atomic_file, file_hash, read_json, write_json
@@ -75,6 +76,21 @@ def read(folder: Path) -> Plan | None:
         return structure(Plan, read_json(folder / FOLDER / "plan.json"), str(folder / FOLDER / "plan.json"))
     except FileNotFoundError:
         return None
+
+
+def from_manifest(folder: Path) -> Plan | None:
+    """The plan of a complete cache whose plan/ was deleted: its tasks are known, their tokens are in the shards."""
+    if not (folder / manifest.NAME).is_file() or not (info := manifest.read(folder)).complete:
+        return None
+    return Plan(
+        settings=info.settings,
+        files=info.dataset["files"],
+        rows=info.dataset["rows"],
+        skipped=info.dataset["skipped"],
+        keys=info.dataset["keys"],
+        tokens_files={},
+        tasks=[Task(hash=s.task, file="", batch=0, samples=s.rows, tokens=0) for s in info.shards],
+    )
 
 
 def write(folder: Path, plan: Plan) -> None:
@@ -138,6 +154,8 @@ def _batch(group: list[Planned]) -> pa.RecordBatch:
 def load_task(folder: Path, task: Task) -> list[Planned]:
     """The samples of a task. Raises CorruptError when ids or mask no longer match their key."""
     path = folder / FOLDER / task.file
+    if not path.is_file():
+        raise CorruptError(f"{path}: missing, and its shard too; extract into another cache folder")
     with pa.memory_map(str(path)) as source:
         batch = pa.ipc.open_file(source).get_batch(task.batch)
         out = []
@@ -152,8 +170,10 @@ def load_task(folder: Path, task: Task) -> list[Planned]:
 
 
 def all_keys(folder: Path, plan: Plan) -> list[str]:
-    """The keys of every planned sample."""
+    """The keys of every planned sample; of those whose tokens file is gone, from the index."""
     keys: list[str] = []
+    if any(not task.file for task in plan.tasks):
+        keys += index.load(folder, manifest.read(folder)).column("key").to_pylist()
     for name in plan.tokens_files:
         with pa.memory_map(str(folder / FOLDER / name)) as source:
             reader = pa.ipc.open_file(source)

@@ -86,7 +86,10 @@ def run(
     def start(device: str) -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, job, device), daemon=True)
+        # Ctrl-C reaches the whole group and the parent decides; a child inherits the block from its first instruction.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         workers[ours] = (process, device, None)
 
@@ -162,7 +165,7 @@ def _stop(workers: list[tuple[Connection, BaseProcess]]) -> None:
 
 def _serve(connection: Connection, job: Job, device: str) -> None:
     """A worker's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch
 
@@ -184,16 +187,20 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
                 runner = make_runner(job.config, target, job.layers, torch.device(device))
             if number == CALIBRATE:
                 calibrate(runner, job.cache, job.plan.tasks[0])
-                connection.send(Report(number=number, kernels=runner.kernels))
+                report = Report(number=number, kernels=runner.kernels)
             else:
                 done = run_task(runner, job.cache, number, job.plan.tasks[number])
-                connection.send(Report(number=number, done=done, kernels=runner.kernels))
+                report = Report(number=number, done=done, kernels=runner.kernels)
         except UsageError as error:
-            connection.send(Report(number=number, error=str(error), usage=True))
+            report = Report(number=number, error=str(error), usage=True)
         except OSError as error:
-            connection.send(Report(number=number, error=f"{error.filename or device}: {error.strerror or error}"))
+            report = Report(number=number, error=f"{error.filename or device}: {error.strerror or error}")
         except Exception as error:  # whatever it was, the parent must hear of it and may try again
-            connection.send(Report(number=number, error=f"{type(error).__name__}: {error}"))
+            report = Report(number=number, error=f"{type(error).__name__}: {error}")
+        try:
+            connection.send(report)
+        except (BrokenPipeError, ConnectionError):
+            return  # the parent is gone
 
 
 def _end_with_parent(parent: int) -> None:

@@ -9,12 +9,12 @@ What the server supplies is the longest common prefix of the turn and the genera
 models). Messages whose text contains the template's own markers would fake turns; such rows are skipped, never guessed.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from dflash_offline.extract.dataset import Row, SkipRow
@@ -36,17 +36,22 @@ class Renderer:
     supplied: tuple[int, ...]
     """Ids of the rest of the generation prompt."""
     end: int
-    """Id of `<|im_end|>`."""
+    """Id of `<|im_end|>`; -1 where the tokenizer has no chat template, and only rows of ids can be read."""
 
 
 def make_renderer(tokenizer: Any, vocab_size: int, template_args: dict[str, Any]) -> Renderer:
     """Learn the template's generation prompt. Raises UsageError for a template whose turns cannot be found on ids."""
+    if len(tokenizer) > vocab_size:
+        raise UsageError(f"the tokenizer has {len(tokenizer)} tokens, the target only {vocab_size}: not its tokenizer")
+    common = {"tokenizer": tokenizer, "template_args": template_args, "vocab_size": vocab_size}
     if not tokenizer.chat_template:
-        raise UsageError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; give rows of input_ids")
+        return Renderer(**common, header=(), supplied=(), end=-1)
     probe = [{"role": "user", "content": "x"}]
-    with_prompt = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **template_args)
-    without = tokenizer.apply_chat_template(probe, tokenize=False, **template_args)
-    prompt = with_prompt.removeprefix(without)
+    try:
+        whole = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True, **template_args)
+        prompt = whole.removeprefix(tokenizer.apply_chat_template(probe, tokenize=False, **template_args))
+    except Exception as error:  # the template is a program of somebody else's
+        raise UsageError(f"chat template does not render one user message: {type(error).__name__}: {error}") from None
     end = tokenizer.convert_tokens_to_ids(_END)
     if not prompt.startswith(_HEADER) or not isinstance(end, int) or end == tokenizer.unk_token_id:
         raise UsageError(f"chat template: generation prompt is {prompt!r}; expected ChatML, starting with {_HEADER!r}")
@@ -54,29 +59,25 @@ def make_renderer(tokenizer: Any, vocab_size: int, template_args: dict[str, Any]
     ids = _tokenise(tokenizer, prompt)
     if ids[: len(header)] != header:
         raise UsageError(f"chat template: {prompt!r} does not tokenise as {_HEADER!r} and a rest")
-    return Renderer(
-        tokenizer=tokenizer,
-        template_args=template_args,
-        vocab_size=vocab_size,
-        header=tuple(header),
-        supplied=tuple(ids[len(header) :]),
-        end=end,
-    )
+    return Renderer(**common, header=tuple(header), supplied=tuple(ids[len(header) :]), end=end)
 
 
 def render(renderer: Renderer, row: Row) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     """A row -> ids [T], loss mask [T]. Raises SkipRow with the reason."""
     if row.messages is None:
         return _check_ids(row, renderer.vocab_size)
-    for i, message in enumerate(row.messages):
-        text = str(message.get("content", "")) + str(message.get("reasoning_content", ""))
+    if renderer.end < 0:
+        raise SkipRow("no_chat_template", "the tokenizer has no chat template; give rows of input_ids and loss_mask")
+    for where, part in [*enumerate(row.messages), ("tools", row.tools)]:
+        text = json.dumps(part, ensure_ascii=False)
         if _START in text or _END in text:
-            raise SkipRow("chat_markers_in_content", f"message {i} ({message['role']}) contains {_START} or {_END}")
+            raise SkipRow("chat_markers_in_content", f"message {where} contains {_START} or {_END}")
+    tokenizer, args = renderer.tokenizer, renderer.template_args
     try:
-        text = renderer.tokenizer.apply_chat_template(row.messages, tokenize=False, **renderer.template_args)
-        ids = np.array(_tokenise(renderer.tokenizer, text), dtype=np.int32)
-    except (TemplateError, TypeError, UnicodeEncodeError) as error:
-        raise SkipRow("not_rendered", f"chat template: {error}") from None
+        text = tokenizer.apply_chat_template(row.messages, tools=row.tools, tokenize=False, **args)
+        ids = np.array(_tokenise(tokenizer, text), dtype=np.int32)
+    except Exception as error:  # the template is a program of somebody else's
+        raise SkipRow("not_rendered", f"chat template: {type(error).__name__}: {error}") from None
     mask = np.zeros(len(ids), dtype=np.uint8)
     turns = _find(ids, renderer.header)
     expected = sum(m["role"] == "assistant" for m in row.messages)
@@ -98,8 +99,8 @@ def render(renderer: Renderer, row: Row) -> tuple[NDArray[np.int32], NDArray[np.
 def _check_ids(row: Row, vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     """Ready ids and mask, checked before they can reach a GPU."""
     for name, values in (("input_ids", row.input_ids), ("loss_mask", row.loss_mask)):
-        if not isinstance(values, list) or any(type(v) is not int for v in values):
-            raise SkipRow("bad_ids", f"{name} is not a list of integers")
+        if not isinstance(values, list) or any(type(v) is not int or abs(v) >= 2**31 for v in values):
+            raise SkipRow("bad_ids", f"{name} is not a list of 32-bit integers")
     ids, mask = np.array(row.input_ids, dtype=np.int64), np.array(row.loss_mask, dtype=np.int64)
     if len(ids) != len(mask) or len(ids) == 0:
         raise SkipRow("bad_ids", f"{len(ids)} input_ids and {len(mask)} loss_mask values; expected equal and not 0")

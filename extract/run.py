@@ -6,9 +6,9 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,22 @@ from dflash_offline.extract.layers import choose_layers
 from dflash_offline.extract.render import MASK_RULE, Renderer, make_renderer
 from dflash_offline.extract.target import (
     Target,
+    check,
     full_hashes,
     identity,
     open_target,
     tokenizer_facts,
     write_target_folder,
 )
-from dflash_offline.extract.task import compute_dtype, is_done, skips_path
-from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.extract.task import codec_info, compute_dtype, is_done, skips_path
+from dflash_offline.shards import index, manifest
 from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
+from dflash_offline.shards.layout import read_schema
 
 LOCK = ".lock"
+VERSIONS = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "triton")
 
 
 def run(config: ExtractConfig) -> int:
@@ -44,12 +47,14 @@ def run(config: ExtractConfig) -> int:
         raise UsageError("data.files is not set; expected at least one JSONL file")
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
+    config = replace(config, data=replace(config.data, files=tuple(p.expanduser() for p in config.data.files)))
     for path in config.data.files:
         if not path.is_file():
-            raise UsageError(f"no such file: {path}")
+            raise UsageError(f"{path}: a folder; expected a JSONL file" if path.is_dir() else f"no such file: {path}")
     devices = choose_devices(config)
     target = open_target(config.target.path, config.target.revision)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
+    check(target, max(layers), config.batching == "packed")
     renderer = _renderer(target, config)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
     task_tokens = max(1, config.shard_mib * 2**20 // (2 * len(layers) * target.config.hidden_size))
@@ -57,16 +62,16 @@ def run(config: ExtractConfig) -> int:
         plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
         todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t)]
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
-        if not todo and old is not None and old.complete:
+        if not todo and old is not None and _is_whole(config.cache, old, plan):
             print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
             return 0
         copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
         draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
         progress = Progress(config.cache, plan, todo, draft)
         job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan)
+        calibrate = not _is_calibrated(config.cache, old)
         try:
-            calibrate = not (config.cache / CODEC_FILE).is_file()
-            failed = pool.run(job, devices, todo, calibrate, progress.note) if todo else {}
+            failed = pool.run(job, devices, todo, calibrate, progress.note) if todo or calibrate else {}
         except pool.Interrupted as signal:
             (number,) = signal.args
             print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
@@ -74,9 +79,26 @@ def run(config: ExtractConfig) -> int:
         if failed:
             number, error = next(iter(failed.items()))
             raise RunError(f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to retry")
-        lost = _finish(config.cache, progress.draft, plan, target)
+        lost = _finish(config, progress.draft, plan, target, old)
     print(f"{config.cache}: complete; {progress.summary()}")
     return 3 if lost else 0
+
+
+def _is_whole(cache: Path, info: manifest.Manifest, plan: plans.Plan) -> bool:
+    """The cache is complete, of this very plan, and nothing beside its shards is lost or damaged."""
+    copied = {f"{TARGET_FOLDER}/{name}": digest for name, digest in info.target["copied"].items()}
+    files = {CODEC_FILE: info.codec.calibration, index.NAME: info.index.get("xxh3"), **copied}
+    return (
+        info.complete
+        and (info.dataset["rows"], info.dataset["skipped"]) == (plan.rows, plan.skipped)
+        and all((cache / name).is_file() and file_hash(cache / name) == digest for name, digest in files.items())
+    )
+
+
+def _is_calibrated(cache: Path, old: manifest.Manifest | None) -> bool:
+    """True when codec.safetensors is the one the manifest knows; else it is measured again, to the same end."""
+    path = cache / CODEC_FILE
+    return old is not None and path.is_file() and old.codec.calibration == file_hash(path)
 
 
 def choose_devices(config: ExtractConfig) -> list[str]:
@@ -99,8 +121,9 @@ def _renderer(target: Target, config: ExtractConfig) -> Renderer:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{target.folder}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # transformers raises whatever a strange file leads to
+        reason = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{target.folder}: no usable tokenizer: {type(error).__name__}: {reason}") from None
     names = ("enable_thinking", "preserve_thinking")
     args = {n: getattr(config.data, n) for n in names if getattr(config.data, n) is not None}
     return make_renderer(tokenizer, target.config.vocab_size, args)
@@ -115,12 +138,13 @@ def _settings(
         "target.layers": list(layers),
         "target.dtype": str(compute_dtype(config, device)).removeprefix("torch."),
         "tokenizer": xxhash.xxh3_64_hexdigest(renderer.tokenizer.backend_tokenizer.to_str().encode()),
-        "chat_template": xxhash.xxh3_64_hexdigest(renderer.tokenizer.chat_template.encode()),
+        "chat_template": xxhash.xxh3_64_hexdigest(str(renderer.tokenizer.chat_template).encode()),
         "chat_template.args": renderer.template_args,
         "mask_rule": MASK_RULE,
         "data.max_length": config.data.max_length,
         "data.generation": config.data.generation,
         "codec": config.codec,
+        **{f"{config.codec}.{name}": value for name, value in config.codec_parameters().items()},
         "batching": config.batching,
         "token_budget": config.token_budget,
         "shard_mib": config.shard_mib,
@@ -135,8 +159,26 @@ def _claim(cache: Path) -> Iterator[None]:
     ours = (cache / LOCK).is_file() or (cache / manifest.NAME).is_file()
     if cache.is_dir() and not ours and (found := sorted(p.name for p in cache.iterdir())):
         raise UsageError(f"{cache}: holds {found[0]} and is not a cache; choose an empty or new folder")
-    for folder in (cache, cache / index.SHARDS_FOLDER, cache / plans.FOLDER):
-        folder.mkdir(parents=True, exist_ok=True)
+    missing = [p for p in (cache, *cache.parents) if not p.exists()]
+    try:
+        for folder in (cache, cache / index.SHARDS_FOLDER, cache / plans.FOLDER):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{cache}: {error.strerror}; expected a folder that can be written") from None
+    try:
+        yield from _hold(cache)
+    except UsageError:
+        if not (cache / plans.FOLDER / "plan.json").is_file() and not ours:
+            # Refused before anything was planned: leave no trace of the attempt.
+            for path in (cache / LOCK, cache / SKIPPED):
+                path.unlink(missing_ok=True)
+            for folder in (cache / index.SHARDS_FOLDER, cache / plans.FOLDER, *missing):
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+
+
+def _hold(cache: Path) -> Iterator[None]:
     with (cache / LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,9 +208,7 @@ def _draft(
         complete=False,
         layer_ids=list(layers),
         hidden_size=target.config.hidden_size,
-        codec=manifest.CodecInfo(
-            name=config.codec, version=codecs.CODECS[config.codec].version, parameters={}, calibration=""
-        ),
+        codec=codec_info(config, ""),
         settings=settings,
         target={
             "path": target.name,
@@ -179,18 +219,34 @@ def _draft(
         tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
         generation=config.data.generation,
         dataset={"files": plan.files, "rows": plan.rows, "skipped": plan.skipped, "keys": plan.keys},
-        versions={name: version(name) for name in ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard")},
+        versions={name: _version(name) for name in VERSIONS},
         kernels=kernels,
     )
 
 
-def _finish(cache: Path, draft: manifest.Manifest, plan: plans.Plan, target: Target) -> int:
-    """Index, skipped.jsonl, and the manifest that says complete. Returns how many samples were lost while running."""
+def _finish(
+    config: ExtractConfig, draft: manifest.Manifest, plan: plans.Plan, target: Target, old: manifest.Manifest | None
+) -> int:
+    """Index, skipped.jsonl, and the manifest that says complete. Returns how many samples were lost while running.
+
+    Raises RunError when shards, calibration or weights are not all of one making.
+    """
+    cache = config.cache
+    codec = codec_info(config, file_hash(cache / CODEC_FILE))
+    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(codec, draft.layer_ids).items()}
+    files = full_hashes(target)
+    if old is not None and old.target.get("files", files) != files:
+        raise RunError(f"{target.folder}: other weights than the cache was begun with; restore them, or start anew")
     shards = index.scan(cache)
     wanted = {index.shard_name(n): t.hash for n, t in enumerate(plan.tasks)}
-    for shard, _ in shards:
+    for shard, trailer in shards:
         if wanted.get(shard.name) != shard.task:
             raise RunError(f"{cache / shard.name}: not a shard of this plan; move it away and rerun")
+        with (cache / shard.name).open("rb") as file:
+            if read_schema(file, trailer, str(cache / shard.name)).metadata != metadata:
+                raise RunError(
+                    f"{cache / shard.name}: written with another {CODEC_FILE}; restore that file, or remove the shard"
+                )
     table = index.build(shards)
     lost = [line for name in wanted if (p := skips_path(cache / name)).is_file() for line in p.read_text().splitlines()]
     if lost:
@@ -204,8 +260,8 @@ def _finish(cache: Path, draft: manifest.Manifest, plan: plans.Plan, target: Tar
         replace(
             draft,
             complete=True,
-            codec=replace(draft.codec, calibration=file_hash(cache / CODEC_FILE)),
-            target={**draft.target, "files": full_hashes(target)},
+            codec=codec,
+            target={**draft.target, "files": files},
             generation=modes[0] if len(modes) == 1 else "mixed",
             dataset={**draft.dataset, **counts, "keys": plans.keys_hash(table.column("key").to_pylist())},
             shards=[shard for shard, _ in shards],
@@ -213,6 +269,13 @@ def _finish(cache: Path, draft: manifest.Manifest, plan: plans.Plan, target: Tar
         ),
     )
     return len(lost)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # running from a source tree, or an optional package
+        return "not installed"
 
 
 class Progress:

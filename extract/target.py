@@ -7,6 +7,7 @@ keep their random initial values are the worst fault this tool could have.
 
 import json
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,7 +29,7 @@ FAMILIES = {
 """Text model type -> (transformers module, decoder class)."""
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 """Where checkpoints put the decoder: multimodal, older multimodal, causal LM, bare decoder."""
-_SAMPLED_BYTES = 1 << 16
+_SAMPLED_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Target:
     """Tensor name -> safetensors file."""
     prefix: str
     """What the decoder's names start with in this checkpoint."""
+    tied: bool
+    """The head is the embedding."""
 
 
 def open_target(path: str, revision: str | None) -> Target:
@@ -56,10 +59,11 @@ def open_target(path: str, revision: str | None) -> Target:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder}: no config.json; expected a Hugging Face checkpoint folder")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise UsageError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
-    config = config.get_text_config()
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = whole.get_text_config()
+    except Exception as error:  # transformers raises whatever a strange value leads to
+        reason = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{folder / 'config.json'}: {type(error).__name__}: {reason}") from None
     if "moe" in config.model_type or getattr(config, "num_experts", None):
         raise UsageError(f"{path}: model type {config.model_type} is a mixture of experts, which is not supported")
     if config.model_type not in FAMILIES:
@@ -78,6 +82,7 @@ def open_target(path: str, revision: str | None) -> Target:
         config=config,
         weight_map=weight_map,
         prefix=prefix,
+        tied=bool(getattr(whole, "tie_word_embeddings", False)),
     )
 
 
@@ -116,20 +121,46 @@ def _weight_map(folder: Path) -> dict[str, str]:
             raise UsageError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        promised = json.loads(index.read_text())["weight_map"]
+        try:
+            promised = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{index}: not a weight index ({error}); fetch it again or remove it") from None
         if missing := sorted(set(promised) - set(names)):
             raise UsageError(f"{index}: promises {missing[0]} and {len(missing) - 1} more, which no file holds")
     return names
 
 
-def load_decoder(
-    target: Target, last_layer: int, device: torch.device, dtype: torch.dtype, attention: str
-) -> nn.Module:
-    """Build layers 0..last_layer and load them. Peak memory is the weights alone.
+def check(target: Target, last_layer: int, packed: bool) -> None:
+    """Everything about the checkpoint that can be known from its headers, before any work.
 
-    With bfloat16 each tensor keeps its stored type (fp32 decay parameters stay fp32); with float32 all are cast.
-    Raises UsageError naming missing, unexpected and misshapen tensors.
+    Raises UsageError naming missing, unexpected, misshapen and quantised tensors, and layers that `packed` cannot do.
     """
+    kinds = set(getattr(target.config, "layer_types", None) or ()) - {"full_attention", "linear_attention"}
+    if packed and (kinds or getattr(target.config, "use_sliding_window", False)):
+        raise UsageError(f"{target.name}: has {', '.join(sorted(kinds)) or 'a sliding window'}; use batching = padded")
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type", "default")) in ("dynamic", "longrope"):
+        raise UsageError(f"{target.name}: rope_type {kind} makes states depend on the batch; it is not supported")
+    expected = {n: t.shape for n, t in _skeleton(target, last_layer, "sdpa").state_dict().items()}
+    _check_names(target, set(expected), last_layer)
+    width = (target.config.vocab_size, target.config.hidden_size)
+    for short, name in head_names(target).items():
+        expected[name] = torch.Size(width[1:] if short == "norm" else width)
+    full = {(n if n in target.weight_map else target.prefix + n): shape for n, shape in expected.items()}
+    for file in sorted({target.weight_map[n] for n in full}):
+        with safe_open(target.folder / file, "pt") as handle:
+            for name in (n for n in full if target.weight_map[n] == file):
+                part = handle.get_slice(name)
+                if part.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+                    raise UsageError(f"{target.folder}: {name} is {part.get_dtype()}; quantised is not supported yet")
+                if tuple(part.get_shape()) != tuple(full[name]):
+                    raise UsageError(
+                        f"{target.folder}: {name} is {part.get_shape()}, the configuration says {list(full[name])}"
+                    )
+
+
+def _skeleton(target: Target, last_layer: int, attention: str) -> nn.Module:
+    """Layers 0..last_layer without weights, and without the final norm."""
     import transformers
 
     config = type(target.config)(**target.config.to_dict())
@@ -139,26 +170,29 @@ def load_decoder(
     config.use_cache = False
     config._attn_implementation = attention
     with torch.device("meta"):
-        model = getattr(transformers, FAMILIES[target.model_type][1])(config)
+        model: nn.Module = getattr(transformers, FAMILIES[target.model_type][1])(config)
     model.norm = nn.Identity()
-    expected = model.state_dict()
-    _check_names(target, set(expected), last_layer)
+    return model
+
+
+def load_decoder(
+    target: Target, last_layer: int, device: torch.device, dtype: torch.dtype, attention: str
+) -> nn.Module:
+    """Build layers 0..last_layer and load them. Peak memory is the weights alone.
+
+    With bfloat16 each tensor keeps its stored type (fp32 decay parameters stay fp32); with float32 all are cast.
+    """
+    model = _skeleton(target, last_layer, attention)
     state: dict[str, Tensor] = {}
-    for name, tensor in _tensors(target, [target.prefix + n for n in expected], device):
-        short = name.removeprefix(target.prefix)
-        if tensor.shape != expected[short].shape:
-            raise UsageError(
-                f"{target.folder}: {name} is {list(tensor.shape)}, the configuration says {list(expected[short].shape)}"
-            )
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise UsageError(f"{target.folder}: {name} is {tensor.dtype}; quantised checkpoints are not supported yet")
-        state[short] = tensor.float() if dtype == torch.float32 else tensor
+    for name, tensor in _tensors(target, [target.prefix + n for n in model.state_dict()], device):
+        state[name.removeprefix(target.prefix)] = tensor.float() if dtype == torch.float32 else tensor
     model.load_state_dict(state, strict=True, assign=True)
     # Rotary tables are buffers that no checkpoint holds; built on meta they are empty.
-    model.rotary_emb = type(model.rotary_emb)(config=config).to(device)
+    rotary: Any = model.rotary_emb
+    model.rotary_emb = type(rotary)(config=model.config).to(device)
     stranded = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if stranded:
-        raise UsageError(f"{target.name}: {stranded[0]} was not loaded (transformers {transformers.__version__})")
+        raise UsageError(f"{target.name}: {stranded[0]} was not loaded; use another transformers release")
     return model.eval().requires_grad_(False)
 
 
@@ -192,15 +226,19 @@ def _tensors(target: Target, names: list[str], device: torch.device | str) -> It
 
 
 def identity(target: Target) -> str:
-    """Quick identity of config and weights: headers, sizes and sampled blocks of every file."""
-    digest = blake2b(digest_size=16)
-    for path in [target.folder / "config.json", *sorted(target.folder.glob("*.safetensors"))]:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
+    """Quick identity of config and weights: every header, and two blocks of every tensor."""
+    digest = blake2b((target.folder / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(target.folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            for at in range(0, size, max(_SAMPLED_BYTES, size // 16)):
-                file.seek(at)
-                digest.update(file.read(_SAMPLED_BYTES))
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = file.read(length)
+            digest.update(header)
+            for name, entry in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    for at in (begin, (begin + end) // 2):
+                        file.seek(8 + length + at)
+                        digest.update(file.read(min(_SAMPLED_BYTES, end - at)))
     return digest.hexdigest()
 
 
@@ -221,6 +259,19 @@ def tokenizer_facts(tokenizer: Any, config: Any) -> dict[str, Any]:
     }
 
 
+def head_names(target: Target) -> dict[str, str]:
+    """embed_tokens, norm, and lm_head unless it is tied -> their names in the checkpoint. Raises UsageError."""
+    names = {"embed_tokens": target.prefix + "embed_tokens.weight", "norm": target.prefix + "norm.weight"}
+    head = next((n for n in ("lm_head.weight", "language_model.lm_head.weight") if n in target.weight_map), None)
+    if head is not None:
+        names["lm_head"] = head
+    elif not target.tied:
+        raise UsageError(f"{target.folder}: no lm_head.weight, and tie_word_embeddings is false")
+    if missing := [n for n in names.values() if n not in target.weight_map]:
+        raise UsageError(f"{target.folder}: missing {missing[0]}")
+    return names
+
+
 def write_target_folder(target: Target, tokenizer: Any, folder: Path) -> dict[str, str]:
     """Copy what training and evaluation need of the target: embedding, head, final norm, configuration, tokenizer.
 
@@ -229,17 +280,7 @@ def write_target_folder(target: Target, tokenizer: Any, folder: Path) -> dict[st
     from safetensors.torch import save
 
     folder.mkdir(exist_ok=True)
-    wanted = {
-        "embed_tokens": target.prefix + "embed_tokens.weight",
-        "norm": target.prefix + "norm.weight",
-        "lm_head": next((n for n in ("lm_head.weight", "language_model.lm_head.weight") if n in target.weight_map), ""),
-    }
-    if not wanted["lm_head"]:
-        if not getattr(target.config, "tie_word_embeddings", False):
-            raise UsageError(f"{target.folder}: no lm_head.weight, and tie_word_embeddings is false")
-        del wanted["lm_head"]
-    if missing := [n for n in wanted.values() if n not in target.weight_map]:
-        raise UsageError(f"{target.folder}: missing {missing[0]}")
+    wanted = head_names(target)
     loaded = dict(_tensors(target, list(wanted.values()), "cpu"))
     with atomic_file(folder / "target.safetensors") as file:
         file.write(save({short: loaded[name].to(torch.bfloat16).contiguous() for short, name in wanted.items()}))

@@ -4,6 +4,7 @@ A finished shard whose trailer carries the task's hash is left alone, so running
 """
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from dflash_offline.shards.files import atomic_file, file_hash
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.layout import read_trailer
+from dflash_offline.shards.manifest import CodecInfo, shard_metadata
 from dflash_offline.shards.writer import ShardWriter
 
 CALIBRATION_TOKENS = 4096
@@ -84,7 +86,8 @@ def calibrate(runner: Runner, cache: Path, task: Task) -> None:
     states = [s for _, s in _forward(runner, samples) if isinstance(s, Tensor)]
     if not states:
         raise CorruptError(f"{runner.config.target.path}: no finite states in the first {len(samples)} samples")
-    codec = codecs.calibrate(runner.config.codec, torch.cat(states)[:CALIBRATION_TOKENS])
+    measured = torch.cat(states)[:CALIBRATION_TOKENS]
+    codec = codecs.calibrate(runner.config.codec, measured, runner.config.codec_parameters())
     with atomic_file(cache / CODEC_FILE) as file:
         file.write(save({name: tensor.cpu().contiguous() for name, tensor in codec.calibration().items()}))
 
@@ -95,11 +98,8 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Done:
     if is_done(path, task):
         return Done(samples=0, tokens=0, bytes=0, skipped=0)
     codec = open_codec(runner, cache)
-    metadata = {
-        "codec": json.dumps([codec.name, codec.version, codec.parameters()]),
-        "calibration": file_hash(cache / CODEC_FILE),
-        "layers": json.dumps(list(runner.layers)),
-    }
+    info = codec_info(runner.config, file_hash(cache / CODEC_FILE))
+    metadata = shard_metadata(info, runner.layers)
     skipped: list[Skip] = []
     samples = tokens = 0
     with ThreadPoolExecutor(_ENCODERS) as pool, ShardWriter(path, task=task.hash, metadata=metadata) as writer:
@@ -131,12 +131,26 @@ def skips_path(shard: Path) -> Path:
     return shard.with_suffix(".skipped.jsonl")
 
 
+def codec_info(config: ExtractConfig, calibration: str) -> CodecInfo:
+    """The configured codec as the manifest has it; `calibration` is the hash of codec.safetensors."""
+    version, parameters = codecs.CODECS[config.codec].version, config.codec_parameters()
+    return CodecInfo(name=config.codec, version=version, parameters=parameters, calibration=calibration)
+
+
 def is_done(path: Path, task: Task) -> bool:
-    """True when the task's shard is finished. Raises CorruptError when a shard is there that this plan did not make."""
+    """True when the task's shard is finished. A torn one is set aside, to be written again.
+
+    Raises CorruptError when a shard is there that this plan did not make.
+    """
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        found = read_trailer(file, str(path)).task
+        try:
+            found = read_trailer(file, str(path)).task
+        except CorruptError as error:
+            print(f"{error}; moved to {path.name}.torn", file=sys.stderr)
+            path.replace(path.with_name(f"{path.name}.torn"))
+            return False
     if found != task.hash:
         raise CorruptError(f"{path}: written by task {found}, the plan says {task.hash}; use another cache folder")
     return True
@@ -144,11 +158,9 @@ def is_done(path: Path, task: Task) -> bool:
 
 def open_codec(runner: Runner, cache: Path) -> codecs.Codec:
     """The calibrated codec of a run."""
-    cls = codecs.CODECS[runner.config.codec]
-    width = runner.capture.hidden_size
-    return codecs.restore(
-        runner.config.codec, cls.version, {}, load_file(cache / CODEC_FILE), len(runner.layers), width
-    )
+    config, width = runner.config, runner.capture.hidden_size
+    version, calibration = codecs.CODECS[config.codec].version, load_file(cache / CODEC_FILE)
+    return codecs.restore(config.codec, version, config.codec_parameters(), calibration, len(runner.layers), width)
 
 
 def _forward(runner: Runner, samples: Sequence[Planned]) -> Iterator[tuple[Planned, Tensor | Skip]]:

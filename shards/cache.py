@@ -64,7 +64,9 @@ class Cache:
             raise UsageError(f"{path}: the cache has no samples; extract a dataset with at least one usable row")
         for shard in self.manifest.shards:
             if not (path / shard.name).is_file():
-                raise CorruptError(f"{path / shard.name}: missing; run `dflash-shards verify {path}`")
+                raise CorruptError(
+                    f"{path / shard.name}: missing; rerun the same `dflash-extract run` to write it again"
+                )
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -94,7 +96,11 @@ class Cache:
     @cached_property
     def fingerprint(self) -> str:
         """Identity of settings, target and samples: two caches with equal fingerprints train the same."""
-        facts = {"settings": self.manifest.settings, "keys": self.manifest.dataset.get("keys")}
+        facts = {
+            "settings": self.manifest.settings,
+            "target": self.manifest.target.get("files"),
+            "keys": self.manifest.dataset.get("keys"),
+        }
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
     @cached_property
@@ -140,15 +146,21 @@ class Cache:
     @cached_property
     def target_config(self) -> dict[str, Any]:
         """The target decoder's Hugging Face configuration."""
-        config = json.loads((self.path / TARGET_FOLDER / "config.json").read_text())
+        config = json.loads(self._target_file("config.json").read_text())
         return config.get("text_config", config)
 
     def target_tensors(self) -> dict[str, Tensor]:
         """embed_tokens [V, D], lm_head [V, D] and norm [D], as stored in target/."""
-        with safe_open(self.path / TARGET_FOLDER / "target.safetensors", "pt") as file:
+        with safe_open(self._target_file("target.safetensors"), "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tensors.setdefault("lm_head", tensors["embed_tokens"])
         return tensors
+
+    def _target_file(self, name: str) -> Path:
+        path, expected = self.path / TARGET_FOLDER / name, self.manifest.target["copied"].get(name)
+        if not path.is_file() or file_hash(path) != expected:
+            raise CorruptError(f"{path}: missing or changed; rerun the same `dflash-extract run` to copy it again")
+        return path
 
     def read(self, number: int) -> Sample:
         """Read and decode one sample. Raises CorruptError naming shard, frame and sample key."""

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from dflash_offline.shards.errors import RunError, UsageError
 
@@ -27,8 +27,11 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
     import tyro
 
     default: Any = tyro.MISSING_NONPROP
+    argv = [word for a in argv for word in (a.split("=", 1) if a.startswith("--config=") else [a])]
     if "--config" in argv:
         at = argv.index("--config")
+        if "--config" in argv[at + 1 :]:
+            raise UsageError("--config is given twice; expected one file")
         if at + 1 == len(argv):
             raise UsageError("--config needs a file name; expected: --config FILE.toml")
         default = load_toml(cls, Path(argv[at + 1]))
@@ -42,7 +45,7 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
     except SystemExit as left:
         if left.code == 0:
             raise
-        lines = (re.sub(r"[\u2500-\u257f]+", " ", line) for line in box.getvalue().splitlines())
+        lines = (re.sub(r"[\u2500-\u257f]+|-{4,}", " ", line) for line in box.getvalue().splitlines())
         raise UsageError(" ".join(" ".join(lines).split())) from None
 
 
@@ -52,6 +55,8 @@ def load_toml(cls: type[T], path: Path) -> T:
         values = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"no such file: {path}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     return structure(cls, values, str(path))
@@ -61,11 +66,23 @@ def structure(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """`values` -> `cls`, strictly. `where` names the source in errors."""
     import cattrs
 
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook(Path, lambda value, _: Path(value))
-    # cattrs would take "3" for an int field and 1 for a bool; a configuration file should say what it means.
-    for kind, accepts in ((int, int), (bool, bool), (str, str), (float, (int, float))):
-        converter.register_structure_hook(kind, _strict(kind, accepts))
+    converter, inner = _converter(), _converter()
+
+    def sequence(kind: Any) -> Callable[[Any, Any], Any]:
+        hook = inner.get_structure_hook(kind)
+
+        def checked(value: Any, _: Any) -> Any:
+            if isinstance(value, str):  # it would become a list of its characters
+                raise ValueError(f"expected a list, found {value!r}")
+            return hook(value, kind)
+
+        return checked
+
+    def is_sequence(kind: Any) -> bool:
+        origin: Any = get_origin(kind)
+        return origin in (tuple, list)
+
+    converter.register_structure_hook_factory(is_sequence, sequence)
     try:
         return converter.structure(values, cls)
     except Exception as error:
@@ -78,6 +95,17 @@ def _explain(error: BaseException, kind: type | None) -> str:
     from cattrs.v import format_exception
 
     return str(error) if type(error) is ValueError else format_exception(error, kind)
+
+
+def _converter() -> Any:
+    import cattrs
+
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook(Path, lambda value, _: Path(value).expanduser())
+    # cattrs would take "3" for an int field and 1 for a bool; a configuration file should say what it means.
+    for kind, accepts in ((int, int), (bool, bool), (str, str), (float, (int, float))):
+        converter.register_structure_hook(kind, _strict(kind, accepts))
+    return converter
 
 
 def _strict(kind: type, accepts: Any) -> Callable[[Any, Any], Any]:

@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(raw)
         found = values.pop("checksum")
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptError(f"{path}: not readable ({len(raw)} bytes: {error}); restore it or rebuild it") from None
     if found != _checksum(values):
         raise CorruptError(f"{path}: checksum is {_checksum(values)}, expected {found}; it was changed after writing")

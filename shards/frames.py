@@ -10,12 +10,13 @@
     end-8   8         u64 xxh3-64 of everything before it
 
 Whether a plane is a zstd frame or stored as is belongs to the codec (`Codec.compressed`). Sizes are compared with what
-the codec expects before anything is allocated, so a hostile header cannot make the reader allocate.
+the codec allows and with the frame's own length before anything is allocated, so a hostile header cannot make the
+reader allocate more than a frame's worth.
 """
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ MAGIC = b"DFF1"
 _HEAD = struct.Struct("<4sIII")
 _PLANE = struct.Struct("<QQ")
 _SUM = struct.Struct("<Q")
+_LARGEST_WINDOW = 1 << 23
+"""The decoder's own buffer is bounded too; our windows are 2^17, and zstd asks every decoder for 2^23."""
 
 # zstd reduced to its Huffman coder: on noise-like planes the match finder finds only chance matches, which cost both
 # bits and time (level 3, the library's default, is larger and 3-7 times slower). Any zstd decoder reads the result.
@@ -57,7 +60,7 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
+        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
     return _local.decompressor
 
 
@@ -68,7 +71,14 @@ def spans(tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def encode_frames(codec: Codec, states_TLD: Tensor) -> list[bytes]:
-    """bf16 [T, L, D] -> the sample's frames. The planes are made on the states' device, the bytes on the CPU."""
+    """bf16 [T, L, D] -> the sample's frames. The planes are made on the states' device, the bytes on the CPU.
+
+    Raises ValueError for states that are not finite: no codec may store them.
+    """
+    # By the exponent's bits: isfinite takes as long as the entropy coder.
+    if states_TLD.numel() and int(states_TLD.view(torch.int16).bitwise_and(0x7FFF).amax()) >= 0x7F80:
+        token, layer, channel = (~torch.isfinite(states_TLD)).nonzero()[0].tolist()
+        raise ValueError(f"state of token {token}, layer {layer}, channel {channel} is not finite")
     return [pack(codec, codec.encode(states_TLD[a:b]), b - a) for a, b in spans(states_TLD.shape[0])]
 
 
@@ -85,24 +95,40 @@ def pack(codec: Codec, planes: Sequence[Tensor], tokens: int) -> bytes:
     return b"".join([*parts, _SUM.pack(digest.intdigest())])
 
 
-def unpack(codec: Codec, frame: memoryview, tokens: int) -> list[Tensor]:
-    """A frame's planes as uint8 tensors on the CPU. Raises CorruptError; the caller adds shard, frame and sample."""
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def unpack(codec: Codec, frame: memoryview, tokens: int, allocate: Callable[[int], Tensor] = _bytes) -> list[Tensor]:
+    """A frame's planes as uint8 tensors on the CPU, sound and consistent: what `codec.decode` may trust.
+
+    `allocate(size)` gives the memory that a plane is decompressed into, pinned for instance; 4-byte aligned.
+    Raises CorruptError; the caller adds shard, frame and sample.
+    """
     if not is_sound(frame):
         raise CorruptError("checksum differs")
-    magic, found_tokens, planes, _ = _HEAD.unpack_from(frame)
-    expected = codec.plane_bytes(tokens)
-    if magic != MAGIC or found_tokens != tokens or planes != len(expected):
-        raise CorruptError(f"header says {magic!r}, {found_tokens} tokens, {planes} planes; expected {tokens} tokens")
-    sizes = [_PLANE.unpack_from(frame, _HEAD.size + i * _PLANE.size) for i in range(planes)]
-    at = _HEAD.size + planes * _PLANE.size
-    if at + sum(stored for _, stored in sizes) + _SUM.size != len(frame) or [r for r, _ in sizes] != list(expected):
-        raise CorruptError(f"plane sizes are {sizes}, expected raw sizes {list(expected)} in {len(frame)} bytes")
-    out = []
+    allowed = codec.plane_bytes(tokens)
+    at = _HEAD.size + len(allowed) * _PLANE.size
+    if _HEAD.unpack_from(frame) != (MAGIC, tokens, len(allowed), 0) or len(frame) < at + _SUM.size:
+        raise CorruptError(f"header is {frame[: _HEAD.size].hex()}, expected {tokens} tokens, {len(allowed)} planes")
+    sizes = list(_PLANE.iter_unpack(frame[_HEAD.size : at]))
+    for i, ((raw, stored), sizes_allowed, compressed) in enumerate(zip(sizes, allowed, codec.compressed, strict=True)):
+        if raw not in sizes_allowed or (raw != stored and not compressed):
+            raise CorruptError(f"plane {i} says {raw} bytes, {stored} stored; expected {_describe(sizes_allowed)}")
+    if at + sum(stored for _, stored in sizes) + _SUM.size != len(frame):
+        raise CorruptError(f"planes of {[stored for _, stored in sizes]} bytes do not fill a frame of {len(frame)}")
+    planes = []
     for (raw, stored), compressed in zip(sizes, codec.compressed, strict=True):
+        plane = allocate(raw)
         data = frame[at : at + stored]
+        if compressed:
+            _inflate(data, plane.numpy().data)
+        else:
+            plane.numpy()[:] = np.frombuffer(data, np.uint8)
+        planes.append(plane)
         at += stored
-        out.append(_inflate(data, raw) if compressed else torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
-    return out
+    codec.check(planes, tokens)
+    return planes
 
 
 def decode_frame(codec: Codec, frame: memoryview, tokens: int) -> Tensor:
@@ -117,17 +143,22 @@ def is_sound(frame: memoryview) -> bool:
     ] == xxhash.xxh3_64_intdigest(frame[: -_SUM.size])
 
 
-def _inflate(data: memoryview, size: int) -> Tensor:
-    """Decompress exactly `size` bytes. A frame that holds less or more is refused, never cut or padded."""
-    out = torch.empty(size, dtype=torch.uint8)
-    view, at = out.numpy().data, 0
+def _describe(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"up to {sizes[-1]} in steps of {sizes.step}"
+
+
+def _inflate(data: memoryview, out: memoryview) -> None:
+    """Decompress `data` into all of `out`. A frame that holds less or more is refused, never cut or padded."""
     try:
-        with _decompressor().stream_reader(data) as reader:
-            while at < size and (count := reader.readinto(view[at:])):
+        announced = zstandard.get_frame_parameters(data).content_size
+        if announced != len(out):
+            raise CorruptError(f"plane announces {announced} bytes, expected {len(out)}")
+        at = 0
+        with _decompressor().stream_reader(data, read_across_frames=True) as reader:
+            while at < len(out) and (count := reader.readinto(out[at:])):
                 at += count
-            extra = len(reader.read(1))
+            extra = reader.read(1)
     except zstandard.ZstdError as error:
         raise CorruptError(f"plane does not decompress: {error}") from None
-    if at != size or extra:
-        raise CorruptError(f"plane inflates to {'more than ' if extra else ''}{at} bytes, expected {size}")
-    return out
+    if at != len(out) or extra:
+        raise CorruptError(f"plane inflates to {'more than ' if extra else ''}{at} bytes, expected {len(out)}")

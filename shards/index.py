@@ -51,7 +51,7 @@ def load(folder: Path, manifest: Manifest) -> pa.Table:
     if not manifest.complete:
         return build(scan(folder))
     path = folder / NAME
-    hint = f"rebuild it with `dflash-shards repair {folder}`"
+    hint = "rerun the same `dflash-extract run` to rebuild it"
     if not path.is_file():
         raise CorruptError(f"{path}: missing; {hint}")
     if file_hash(path) != manifest.index["xxh3"]:

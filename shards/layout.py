@@ -108,7 +108,7 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
     size = os.fstat(file.fileno()).st_size
 
     def bad(why: str) -> CorruptError:
-        return CorruptError(f"{name}: {why}; run `dflash-shards verify`, then `dflash-extract run` again")
+        return CorruptError(f"{name}: {why}; rerun the same `dflash-extract run` to write it again")
 
     if size < _TAIL.size:
         raise bad(f"no trailer ({size} bytes): torn or not a shard")
@@ -135,3 +135,15 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
     if not index.schema.equals(INDEX_SCHEMA) or len(index) != count - 1:
         raise bad(f"trailer has {len(index)} index rows for {count - 1} samples")
     return Trailer(task=task.hex(), messages=tuple(messages), index=index)
+
+
+def read_schema(file: BinaryIO, trailer: Trailer, name: str) -> pa.Schema:
+    """The schema of an open shard; its metadata says how the frames were made. Raises CorruptError."""
+    first = trailer.messages[0]
+    data = os.pread(file.fileno(), first.length, first.offset)
+    if xxhash.xxh3_64_intdigest(data) != first.xxh3:
+        raise CorruptError(f"{name}: schema message: checksum differs")
+    schema = pa.ipc.read_schema(pa.py_buffer(data))
+    if not schema.remove_metadata().equals(SAMPLE_SCHEMA):
+        raise CorruptError(f"{name}: columns are {schema.names}, expected {SAMPLE_SCHEMA.names}")
+    return schema

@@ -4,6 +4,8 @@ It is written when extraction starts (complete: false) and again at the end (com
 checksum. `settings` holds every value that decides the bytes; a rerun with another value is refused by its name.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,15 @@ class Manifest:
     """rows and xxh3 of index.parquet."""
 
 
+def shard_metadata(codec: CodecInfo, layer_ids: Sequence[int]) -> dict[str, str]:
+    """What every shard's schema says of how its frames were made; a shard that says otherwise is of another cache."""
+    return {
+        "codec": json.dumps([codec.name, codec.version, codec.parameters], sort_keys=True),
+        "calibration": codec.calibration,
+        "layers": json.dumps(list(layer_ids)),
+    }
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically."""
     write_json(folder / NAME, asdict(manifest))
@@ -77,8 +88,14 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         values = read_json(path)
-    except FileNotFoundError:
-        what = "not a cache: it has no manifest.json" if folder.is_dir() else "no such folder"
+    except (FileNotFoundError, NotADirectoryError):
+        what = (
+            "not a cache: it has no manifest.json"
+            if folder.is_dir()
+            else "no such folder"
+            if not folder.exists()
+            else "a file"
+        )
         raise UsageError(f"{folder}: {what}; expected the output folder of `dflash-extract run`") from None
     if values.get("format") != FORMAT:
         raise UsageError(f"{path}: format {values.get('format')}, this build reads {FORMAT}; use the matching release")

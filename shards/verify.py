@@ -20,7 +20,7 @@ from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import is_sound, spans
 from dflash_offline.shards.keys import eligible_anchors, prompt_key, sample_key
-from dflash_offline.shards.layout import SAMPLE_SCHEMA, Message, Trailer, read_trailer
+from dflash_offline.shards.layout import SAMPLE_SCHEMA, Trailer, read_schema, read_trailer
 from dflash_offline.shards.manifest import Manifest, ShardInfo
 
 
@@ -45,8 +45,9 @@ def verify(folder: Path, threads: int) -> Findings:
     faults = [*_check_side_files(folder, info), *_check_names(folder, info)]
     shards = info.shards if info.complete else _finished(folder)
     present = [s for s in shards if (folder / s.name).is_file()]
+    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
     with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(lambda s: _check_shard(folder / s.name, s), present))
+        results = list(pool.map(lambda s: _check_shard(folder / s.name, s, metadata), present))
     trailers = [t for _, t in results]
     for shard_faults, _ in results:
         faults += shard_faults
@@ -99,10 +100,10 @@ def _check_index(folder: Path, info: Manifest, trailers: list[Trailer | None]) -
         return
     whole = [(s, t) for s, t in zip(info.shards, trailers, strict=False) if t]
     if len(whole) == len(info.shards) and not table.equals(index.build(whole)):
-        yield f"{folder / index.NAME}: differs from the shards' trailers; run `dflash-shards repair {folder}`"
+        yield f"{folder / index.NAME}: differs from the shards' trailers; delete it and rerun `dflash-extract run`"
 
 
-def _check_shard(path: Path, info: ShardInfo) -> tuple[list[str], Trailer | None]:
+def _check_shard(path: Path, info: ShardInfo, metadata: dict[bytes, bytes]) -> tuple[list[str], Trailer | None]:
     """All faults of one shard, and its trailer if that is sound."""
     try:
         with path.open("rb") as file:
@@ -111,24 +112,21 @@ def _check_shard(path: Path, info: ShardInfo) -> tuple[list[str], Trailer | None
             found = (trailer.task, len(trailer.index), path.stat().st_size)
             if info.task and found != (info.task, info.rows, info.bytes):
                 faults.append(f"{path}: not the shard the manifest lists (task {trailer.task}, expected {info.task})")
-            faults += [f"{path}: {fault}" for fault in _check_messages(file, trailer)]
+            try:
+                if read_schema(file, trailer, str(path)).metadata != metadata:
+                    faults.append(f"{path}: written with another codec, calibration or layers than the manifest says")
+            except CorruptError as error:
+                faults.append(str(error))
+            faults += [f"{path}: {fault}" for fault in _check_samples(file, trailer)]
             return faults, trailer
     except (RunError, OSError) as error:
         return [str(error)], None
 
 
-def _check_messages(file: BinaryIO, trailer: Trailer) -> Iterator[str]:
-    schema_message, *samples = trailer.messages
-    data = _read(file, schema_message)
-    if xxhash.xxh3_64_intdigest(data) != schema_message.xxh3:
-        yield "schema message: checksum differs"
-    else:
-        schema = pa.ipc.read_schema(pa.py_buffer(data))
-        if not schema.remove_metadata().equals(SAMPLE_SCHEMA):
-            yield f"schema is {schema.names}, expected {SAMPLE_SCHEMA.names}"
-    for row, message in zip(trailer.index.to_pylist(), samples, strict=True):
+def _check_samples(file: BinaryIO, trailer: Trailer) -> Iterator[str]:
+    for row, message in zip(trailer.index.to_pylist(), trailer.messages[1:], strict=True):
         where = f"row {row['row']}, sample {row['key']}"
-        data = _read(file, message)
+        data = os.pread(file.fileno(), message.length, message.offset)
         if xxhash.xxh3_64_intdigest(data) != message.xxh3:
             yield f"{where}: checksum differs"
             continue
@@ -144,10 +142,6 @@ def _check_messages(file: BinaryIO, trailer: Trailer) -> Iterator[str]:
         for i, frame in enumerate(frames):
             if not is_sound(memoryview(frame.as_buffer())):
                 yield f"{where}: frame {i}: checksum differs"
-
-
-def _read(file: BinaryIO, message: Message) -> bytes:
-    return os.pread(file.fileno(), message.length, message.offset)
 
 
 def describe(info: Manifest) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +83,10 @@ class ShardWriter:
         message = Message(
             offset=self._file.tell(), length=buffer.size, xxh3=xxhash.xxh3_64_intdigest(memoryview(buffer))
         )
-        self._file.write(buffer)
+        try:
+            self._file.write(buffer)
+        except OSError as error:  # a write to an open file does not know its name
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         self._messages.append(message)
         return message
 
@@ -101,11 +105,16 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is not None:
-            self._file.close()
+        try:
+            if kind is None and not self._file.closed:
+                self.close()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        finally:
+            # After a full disk even closing may fail, and the room must be given back all the same.
             self._temporary.unlink(missing_ok=True)
-        elif not self._file.closed:
-            self.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:

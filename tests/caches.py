@@ -40,8 +40,12 @@ def write_cache(
         written.append(Sample(key=sample_key(ids, mask), input_ids=ids, loss_mask=mask, states=states))
     made = codecs.calibrate(codec, torch.cat([s.states for s in written]).view(-1, len(LAYERS), HIDDEN))
     save_file(made.calibration(), folder / CODEC_FILE)
+    info = manifest.CodecInfo(
+        name=codec, version=made.version, parameters=made.parameters(), calibration=file_hash(folder / CODEC_FILE)
+    )
+    metadata = manifest.shard_metadata(info, LAYERS)
     for shard, start in enumerate(range(0, samples, per_shard)):
-        with ShardWriter(folder / index.shard_name(shard), task=f"{shard:032x}", metadata={"codec": codec}) as writer:
+        with ShardWriter(folder / index.shard_name(shard), task=f"{shard:032x}", metadata=metadata) as writer:
             for i, s in enumerate(written[start : start + per_shard], start):
                 who = Identity(
                     key=s.key,
@@ -73,9 +77,7 @@ def write_cache(
             complete=complete,
             layer_ids=list(LAYERS),
             hidden_size=HIDDEN,
-            codec=manifest.CodecInfo(
-                name=codec, version=made.version, parameters={}, calibration=file_hash(folder / CODEC_FILE)
-            ),
+            codec=info,
             settings={"codec": codec},
             target={"copied": {p.name: file_hash(p) for p in (folder / TARGET_FOLDER).iterdir()}},
             tokenizer={"length": VOCAB - 2, "eos_ids": [0], "pad_id": 1, "mask_id": None},

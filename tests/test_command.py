@@ -34,6 +34,8 @@ class Outer:
     """A switch."""
     limit: int | None = None
     """May be absent."""
+    layers: tuple[int, ...] = ()
+    """A list."""
     inner: Inner = field(default_factory=Inner)
 
 
@@ -64,6 +66,8 @@ def test_settings_survive_a_round_trip() -> None:
         ('fast = "yes"', "expected bool, found 'yes'"),
         ("[inner]\nrate = 2.0", "inner.rate: expected 0 to 1, found 2.0"),
         ("steps = ", "not valid TOML"),
+        ('layers = "12"', "expected a list, found '12'"),
+        ('layers = [1, "2"]', "expected int, found '2'"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, toml: str, message: str) -> None:
@@ -82,6 +86,9 @@ def test_a_bad_file_is_one_line_that_names_the_fault(tmp_path: Path, toml: str, 
         (["--inner.rate", "2"], "inner.rate: expected 0 to 1, found 2.0"),
         (["--config", "/no/such.toml"], "no such file: /no/such.toml"),
         (["--config"], "--config needs a file name"),
+        (["--config=/no/such.toml"], "no such file: /no/such.toml"),
+        (["--config", "a", "--config", "b"], "--config is given twice"),
+        (["--config", "/tmp"], "Is a directory"),
     ],
 )
 def test_a_bad_flag_is_one_line(argv: list[str], message: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from targets import write_chats, write_rows, write_target
 
 from dflash_offline.extract.cli import main
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.manifest import read as read_manifest
+from dflash_offline.shards.manifest import write as write_manifest
 from dflash_offline.shards.verify import verify
+from dflash_offline.shards.writer import Identity, ShardWriter
 
 
 def command(*args: object) -> list[str]:
@@ -274,3 +278,106 @@ def test_nonfinite_states_are_skipped_and_said(site: Path, tmp_path: Path) -> No
         (5, "nonfinite_hidden", "layer 1, token 0"),
     ]
     assert all(np.isfinite(s.float().numpy()).all() for s in states(tmp_path / "c").values())
+
+
+def test_damage_is_mended_by_the_same_command(site: Path, tmp_path: Path) -> None:
+    """Whatever file is lost or damaged after the end: the rerun brings the same bytes back, but never mixes."""
+    want = tree(site / "cache")
+    for name in ("index.parquet", "codec.safetensors", "target/target.safetensors", "target/config.json"):
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        shutil.copytree(site / "cache", tmp_path / "c")
+        path = tmp_path / "c" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        assert extract(*arguments(site, tmp_path / "c")).returncode == 0, name
+        assert {k: v for k, v in tree(tmp_path / "c").items() if k != ".lock"} == {
+            k: v for k, v in want.items() if k != ".lock"
+        }, name
+    shard = tmp_path / "c" / "shards" / "00000001.arrow"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    done = extract(*arguments(site, tmp_path / "c"))
+    assert done.returncode == 0 and "00000001.arrow" in done.stderr
+    assert shard.read_bytes() == want["shards/00000001.arrow"]
+    assert shard.with_name("00000001.arrow.torn").is_file()
+
+
+def test_shards_of_another_calibration_are_not_mixed(site: Path, tmp_path: Path) -> None:
+    """codec.safetensors damaged while the cache is not complete: measured again, and shards that fit are kept."""
+    shutil.copytree(site / "cache", tmp_path / "c")
+    write_manifest(tmp_path / "c", replace(read_manifest(tmp_path / "c"), complete=False, shards=[], index={}))
+    (tmp_path / "c" / "shards" / "00000001.arrow").unlink()
+    path = tmp_path / "c" / "codec.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert extract(*arguments(site, tmp_path / "c")).returncode == 0
+    assert path.read_bytes() == good and verify(tmp_path / "c", threads=1).faults == []
+    assert states(tmp_path / "c").keys() == states(site / "cache").keys()
+
+
+def test_the_plan_may_be_deleted_once_complete(site: Path, tmp_path: Path) -> None:
+    shutil.copytree(site / "cache", tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "plan")
+    cut, grown = tmp_path / "cut.jsonl", tmp_path / "grown.jsonl"
+    rows = (site / "chats.jsonl").read_text().splitlines()
+    cut.write_text("\n".join(rows[1:]))
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": cut}))
+    assert done.returncode == 2 and "1 of its 40 samples are not in the dataset" in done.stderr
+    done = extract(*arguments(site, tmp_path / "c"))
+    assert done.returncode == 0 and "nothing to do" in done.stdout
+    write_chats(grown, 4, seed=9)
+    grown.write_text("\n".join([*grown.read_text().splitlines(), *rows]))
+    assert extract(*arguments(site, tmp_path / "c", **{"data.files": grown})).returncode == 0
+    assert len(Cache(tmp_path / "c")) == 44 and verify(tmp_path / "c", threads=1).faults == []
+
+
+def test_a_refusal_leaves_no_trace(site: Path, tmp_path: Path) -> None:
+    empty = write_rows(tmp_path / "d.jsonl")
+    assert extract(*arguments(site, tmp_path / "a" / "b", **{"data.files": empty})).returncode == 2
+    assert not (tmp_path / "a").exists()
+    write_target(tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text("[]")
+    done = extract(*arguments(site, tmp_path / "c", **{"target.path": tmp_path / "t"}))
+    assert done.returncode == 2 and "no usable tokenizer" in done.stderr and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown_role"),
+        ({"messages": {}}, "wrong_keys"),
+        ({"messages": []}, "wrong_keys"),
+        ({"messages": [5]}, "wrong_keys"),
+        ({"messages": [{"role": "user", "content": 5}]}, "unknown_content"),
+        ({"messages": [{"role": "user", "content": "a \ud800"}]}, "invalid_unicode"),
+        ({"id": "a\udcff", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, "invalid_unicode"),
+        ({"input_ids": [5, 2**63, 7], "loss_mask": [0, 1, 1]}, "bad_ids"),
+        ({"input_ids": [5, 6.0, 7], "loss_mask": [0, 1, 1]}, "bad_ids"),
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 2]}, "bad_ids"),
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, True, True]}, "bad_ids"),
+        ({"input_ids": [], "loss_mask": []}, "bad_ids"),
+        ([1], "wrong_keys"),
+    ],
+)  # fmt: skip
+def test_a_strange_row_is_skipped_with_a_reason(site: Path, tmp_path: Path, row: object, reason: str) -> None:
+    path = write_rows(tmp_path / "d.jsonl", row)
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": path}))
+    assert done.returncode == 2 and f"(1 {reason})" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_full_disk_is_said_with_its_path_and_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left.*0\.arrow"):  # noqa: SIM117
+        with ShardWriter(tmp_path / "0.arrow", task="0" * 32, metadata={}) as writer:
+            writer._file.close()
+            monkeypatch.setattr(writer, "_file", Full())
+            writer.append(
+                Identity(key="", prompt_key="", id="", source="", source_row=0, finish_reason="", response=""),
+                np.zeros(2, np.int32),
+                np.zeros(2, np.uint8),
+                [b"x"],
+            )
+    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """Captured states against the stock model, for every family, batching and checkpoint layout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from targets import write_target
 from dflash_offline.extract import kernels
 from dflash_offline.extract.forward import Capture, batches
 from dflash_offline.extract.layers import choose_layers, layer_rule
-from dflash_offline.extract.target import load_decoder, open_target
+from dflash_offline.extract.target import check, identity, load_decoder, open_target
 from dflash_offline.shards.errors import UsageError
 
 LAYERS = (1, 3, 6)
@@ -118,13 +119,42 @@ def edit(folder: Path, change: Any) -> None:
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.float8_e4m3fn)}),
             "quantised",
         ),
+        (lambda t: t.pop("lm_head.weight"), r"no lm_head\.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(319, 64)}), r"lm_head\.weight is \[319, 64\]"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, message: str) -> None:
     write_target(tmp_path / "t", "qwen3_5")
     edit(tmp_path / "t", change)
     with pytest.raises(UsageError, match=message):
-        capture(tmp_path / "t")
+        check(open_target(str(tmp_path / "t"), None), max(LAYERS), packed=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "sliding.*use batching = padded"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}}, "rope_type dynamic"),
+    ],
+)
+def test_layers_that_packing_would_change_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    write_target(tmp_path / "t", "qwen3")
+    path = tmp_path / "t" / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("layer_types", None)
+    path.write_text(json.dumps({**config, **change}))
+    with pytest.raises(UsageError, match=message):
+        check(open_target(str(tmp_path / "t"), None), max(LAYERS), packed=True)
+
+
+def test_a_changed_value_in_any_tensor_changes_the_identity(tmp_path: Path) -> None:
+    write_target(tmp_path / "t", "qwen3")
+    before = identity(open_target(str(tmp_path / "t"), None))
+    for name in ("model.layers.5.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        edit(tmp_path / "t", lambda t, name=name: t[name].view(-1)[0].neg_().add_(1))
+        after = identity(open_target(str(tmp_path / "t"), None))
+        assert after != before
+        before = after
 
 
 def test_a_cut_weight_file_is_named(tmp_path: Path) -> None:

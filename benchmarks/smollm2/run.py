@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.cache import Cache, Sample
 from dflash_offline.tools.live import (
     Comparison,
     LiveTarget,
@@ -114,7 +114,21 @@ def answer(folder: Path, path: Path, new_tokens: int) -> None:
             file.flush()
 
 
-def measure(target_folder: Path, cache: Cache, run: Path, drafter: Path, count: int) -> dict[str, Any]:
+def cut(sample: Sample, response_tokens: int) -> Sample:
+    """The sample up to `response_tokens` of its response. States are causal, so what is kept is exact."""
+    start, stop = response_span(sample)
+    end = min(stop, start + response_tokens)
+    return Sample(
+        key=sample.key,
+        input_ids=sample.input_ids[:end],
+        loss_mask=sample.loss_mask[:end],
+        states=sample.states[:end],
+    )
+
+
+def measure(
+    target_folder: Path, cache: Cache, run: Path, drafter: Path, count: int, response_tokens: int
+) -> dict[str, Any]:
     """The client's unmodified loop on `count` held-out prompts, against the offline walk."""
     from dflash.model import DFlashDraftModel
 
@@ -125,7 +139,7 @@ def measure(target_folder: Path, cache: Cache, run: Path, drafter: Path, count: 
     chosen = held_out(cache.prompt_keys, read_config(run).data.val_fraction) & (cache.anchors > 0)
     columns, size, result = column_index(cache.layer_ids, ours.spec.layer_ids), ours.spec.block_size, Comparison()
     for number in in_key_order(cache.keys, chosen, count):
-        sample = drafter_features(cache.read(number), columns, cache.hidden_size)
+        sample = cut(drafter_features(cache.read(number), columns, cache.hidden_size), response_tokens)
         start, stop = response_span(sample)
         stop_ids = set(cache.tokenizer_facts["eos_ids"])
         run_ = client_loop(client, target, sample.input_ids[:start].tolist(), stop - start + size, stop_ids)
@@ -156,6 +170,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument(
+        "--response-tokens", type=int, default=48, help="longer recorded responses are cut, which is exact"
+    )
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -175,8 +192,7 @@ def main() -> None:
     times["trained"] = time.time()
     if not (out / "drafter").exists():
         command("train", "export", "--run-dir", run, "--out", out / "drafter")
-    command("train", "eval", "--run-dir", run, "--samples", args.samples)
-    found = measure(target, Cache(cache), run, out / "drafter", args.samples)
+    found = measure(target, Cache(cache), run, out / "drafter", args.samples, args.response_tokens)
     stamps = list(times.items())
     result = {
         "date": time.strftime("%Y-%m-%d"),

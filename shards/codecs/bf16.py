@@ -1,15 +1,17 @@
 """bf16: the states as they are. One plane of 2 * L * T * D bytes, little-endian, [layer][token][channel]."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from dflash_offline.shards.codecs.contract import Codec, exactly
+
 
 @dataclass(frozen=True, kw_only=True)
-class Bf16:
+class Bf16(Codec):
     """Raw states; the yardstick for every other codec."""
 
     layers: int
@@ -19,26 +21,24 @@ class Bf16:
     compressed = (False,)
 
     @classmethod
-    def calibrate(cls, states_TLD: Tensor) -> Self:
+    def calibrate(cls, states_TLD: Tensor, parameters: Mapping[str, Any]) -> Self:
         """Nothing to measure but the shape."""
         return cls(layers=states_TLD.shape[1], hidden=states_TLD.shape[2])
 
     @classmethod
-    def restore(cls, parameters: dict[str, Any], calibration: dict[str, Tensor], layers: int, hidden: int) -> Self:
+    def restore(
+        cls, parameters: Mapping[str, Any], calibration: Mapping[str, Tensor], layers: int, hidden: int
+    ) -> Self:
         """Rebuild from a manifest."""
         return cls(layers=layers, hidden=hidden)
 
-    def parameters(self) -> dict[str, Any]:
-        """None."""
-        return {}
+    def to(self, device: torch.device | str) -> Self:
+        """Nothing to move."""
+        return self
 
-    def calibration(self) -> dict[str, Tensor]:
-        """None."""
-        return {}
-
-    def plane_bytes(self, tokens: int) -> tuple[int, ...]:
+    def plane_bytes(self, tokens: int) -> tuple[range, ...]:
         """One plane, two bytes a value."""
-        return (2 * self.layers * tokens * self.hidden,)
+        return (exactly(2 * self.layers * tokens * self.hidden),)
 
     def encode(self, states_TLD: Tensor) -> list[Tensor]:
         """bf16 [T, L, D] -> one uint8 plane."""

@@ -8,16 +8,19 @@ they cost 2.7 bits under a Huffman coder instead of 8.
     M = sign << 7 | mantissa                           stored
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from dflash_offline.shards.codecs.contract import Codec, calibrated, exactly
+from dflash_offline.shards.codecs.operations import operations
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lossless:
+class Lossless(Codec):
     """Exponent minus per-channel mode, and sign with mantissa."""
 
     mode_LD: Tensor
@@ -27,55 +30,43 @@ class Lossless:
     compressed = (True, False)
 
     @classmethod
-    def calibrate(cls, states_TLD: Tensor) -> Self:
+    def calibrate(cls, states_TLD: Tensor, parameters: Mapping[str, Any]) -> Self:
         """Count exponents per layer and channel; ties go to the smaller exponent, so the result is deterministic."""
-        exponents_TLD, _ = _split(states_TLD)
         tokens, layers, hidden = states_TLD.shape
+        exponent_TLD = (states_TLD.contiguous().view(torch.int16) >> 7) & 255
         counts = torch.zeros(layers, hidden, 256, dtype=torch.int32, device=states_TLD.device)
         ones = torch.ones(1, dtype=torch.int32, device=states_TLD.device).expand(layers, hidden, tokens)
-        counts.scatter_add_(2, exponents_TLD.permute(1, 2, 0).long(), ones)
+        counts.scatter_add_(2, exponent_TLD.permute(1, 2, 0).long(), ones)
         return cls(mode_LD=counts.argmax(dim=2).to(torch.uint8))
 
     @classmethod
-    def restore(cls, parameters: dict[str, Any], calibration: dict[str, Tensor], layers: int, hidden: int) -> Self:
-        """Rebuild from a manifest and codec.safetensors."""
-        mode_LD = calibration["mode"]
-        if mode_LD.shape != (layers, hidden) or mode_LD.dtype != torch.uint8:
-            raise ValueError(f"mode is {mode_LD.dtype} {list(mode_LD.shape)}, expected uint8 [{layers}, {hidden}]")
-        return cls(mode_LD=mode_LD)
-
-    def parameters(self) -> dict[str, Any]:
-        """None."""
-        return {}
+    def restore(
+        cls, parameters: Mapping[str, Any], calibration: Mapping[str, Tensor], layers: int, hidden: int
+    ) -> Self:
+        """Rebuild from codec.safetensors."""
+        return cls(mode_LD=calibrated(calibration, "mode", torch.uint8, (layers, hidden)))
 
     def calibration(self) -> dict[str, Tensor]:
         """The modes."""
         return {"mode": self.mode_LD}
 
-    def plane_bytes(self, tokens: int) -> tuple[int, ...]:
+    def to(self, device: torch.device | str) -> Self:
+        """The modes on `device`."""
+        return type(self)(mode_LD=self.mode_LD.to(device))
+
+    def plane_bytes(self, tokens: int) -> tuple[range, ...]:
         """Two planes, one byte a value each."""
         values = tokens * self.mode_LD.numel()
-        return (values, values)
+        return exactly(values), exactly(values)
 
     def encode(self, states_TLD: Tensor) -> list[Tensor]:
         """bf16 [T, L, D] -> exponent plane, sign-mantissa plane."""
-        exponents_LTD, rest_LTD = _split(states_TLD.transpose(0, 1))
-        # uint8 arithmetic wraps, which is the mod 256 of the format.
-        shifted_LTD = exponents_LTD - self.mode_LD.to(states_TLD.device)[:, None, :]
-        return [shifted_LTD.view(-1), rest_LTD.view(-1)]
+        planes = operations(states_TLD).split(states_TLD, self.mode_LD.to(states_TLD.device))
+        return [plane.view(-1) for plane in planes]
 
     def decode(self, planes: Sequence[Tensor], tokens: int) -> Tensor:
         """Exponent plane, sign-mantissa plane -> bf16 [T, L * D]."""
         layers, hidden = self.mode_LD.shape
-        shifted_LTD, rest_LTD = (plane.view(layers, tokens, hidden) for plane in planes)
-        exponents_LTD = shifted_LTD + self.mode_LD.to(shifted_LTD.device)[:, None, :]
-        out_TLD2 = torch.empty(tokens, layers, hidden, 2, dtype=torch.uint8, device=shifted_LTD.device)
-        out_TLD2[..., 0] = ((exponents_LTD << 7) | (rest_LTD & 127)).transpose(0, 1)
-        out_TLD2[..., 1] = ((rest_LTD & 128) | (exponents_LTD >> 1)).transpose(0, 1)
-        return out_TLD2.view(torch.bfloat16).view(tokens, layers * hidden)
-
-
-def _split(states: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 -> exponent uint8, sign << 7 | mantissa uint8, same shape, contiguous."""
-    low, high = states.contiguous().unsqueeze(-1).view(torch.uint8).unbind(-1)
-    return (high << 1) | (low >> 7), (high & 128) | (low & 127)
+        exponent_LTD, rest_LTD = (plane.view(layers, tokens, hidden) for plane in planes)
+        states_TLD = operations(exponent_LTD).merge(exponent_LTD, rest_LTD, self.mode_LD.to(exponent_LTD.device))
+        return states_TLD.view(tokens, layers * hidden)
