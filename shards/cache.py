@@ -157,7 +157,7 @@ class Cache:
         return tensors
 
     def _target_file(self, name: str) -> Path:
-        path, expected = self.path / TARGET_FOLDER / name, self.manifest.target["copied"].get(name)
+        path, expected = self.path / TARGET_FOLDER / name, self.manifest.target.get("copied", {}).get(name)
         if not path.is_file() or file_hash(path) != expected:
             raise CorruptError(f"{path}: missing or changed; rerun the same `dflash-extract run` to copy it again")
         return path
@@ -203,12 +203,12 @@ class Cache:
             # The descriptor is duplicated, so that evicting it cannot close it under a reader.
             fd = os.dup(self._open(shard))
         try:
-            data = os.pread(fd, length, offset)
+            size = os.fstat(fd).st_size
+            if offset + length > size:  # before reading: the length is what would be allocated
+                raise CorruptError(f"{self.path / shard}: ends at byte {size}, expected {offset + length}")
+            return os.pread(fd, length, offset)
         finally:
             os.close(fd)
-        if len(data) != length:
-            raise CorruptError(f"{self.path / shard}: ends at byte {offset + len(data)}, expected {offset + length}")
-        return data
 
     def _open(self, shard: str) -> int:
         if shard not in self._files:

@@ -147,7 +147,7 @@ def make_cache(
             hidden_size=D,
             codec=manifest.CodecInfo(name="bf16", version=1, parameters={}, calibration=file_hash(folder / CODEC_FILE)),
             settings={"made": len(samples)},
-            target={},
+            target={"copied": {p.name: file_hash(p) for p in (folder / TARGET_FOLDER).iterdir()}},
             tokenizer=TOKENIZER,
             generation=generation,
             dataset={"keys": str(sorted(sample_key(*s) for s in samples))},

@@ -3,20 +3,22 @@
     RUN/checkpoints/step-00000012/
         model.safetensors        fp32 weights
         optimizer.safetensors    moments and step counts
-        state.json               step, settings, cache, and the xxh3 of the two files
+        state.json               step, settings, cache, drafter, and the xxh3 of the two files
 
 A folder is written under another name, fsynced and renamed. There is no generator state to keep: rows and anchors
 follow from the seed and the step.
 """
 
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -51,12 +53,12 @@ def save(
     root: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int
 ) -> Path:
     """Write the checkpoint of `step` under `root`, then remove all but the newest `keep`."""
-    root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         tensors = {MODEL: module.state_dict(), OPTIMIZER: optimizer_tensors(module, optimizer)}
         for name, content in tensors.items():
             write_tensors(temporary / name, content)
@@ -64,6 +66,8 @@ def save(
         write_json(temporary / STATE, {**facts, "step": step, "files": hashes})
         _remove(final)
         publish(temporary, final)
+    except OSError as error:
+        raise RunError(f"{final}: not written: {error}; older checkpoints are kept, rerun to go on from them") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in _folders(root)[keep:]:
@@ -91,9 +95,20 @@ def at_step(root: Path, step: int) -> Checkpoint:
     """The checkpoint of one step. Raises UsageError where it is not kept, CorruptError where it is damaged."""
     folder = root / f"step-{step:08d}"
     if not folder.is_dir():
-        kept = ", ".join(str(int(f.name.removeprefix("step-"))) for f in reversed(_folders(root))) or "none"
+        kept = ", ".join(str(_step(f)) for f in reversed(_folders(root))) or "none"
         raise UsageError(f"{root}: no checkpoint of step {step}; kept steps: {kept}")
     return _open(folder)
+
+
+def states(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Folder and state of every checkpoint under `root` whose state can be read; the tensors are not looked at."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append((folder, _state(folder)))
+        except CorruptError:
+            continue  # passed over, or refused by name, when it is opened
+    return found
 
 
 def clean(root: Path) -> None:
@@ -104,17 +119,34 @@ def clean(root: Path) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file and make it durable."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
-    path.chmod(0o644)  # save_file leaves it to its owner alone
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    try:
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+        path.chmod(0o644)  # save_file leaves it to its owner alone
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (SafetensorError, OSError) as error:  # a full disk is either
+        raise RunError(f"{path}: not written: {error}") from None
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor that holds inf or nan; None where there is none."""
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
+    try:
+        state = read_json(path)
+    except FileNotFoundError:
+        raise CorruptError(f"{folder}: {STATE} is missing") from None
+    files = state.get("files")
+    if state.get("step") != _step(folder) or not isinstance(files, dict) or {*files} != {MODEL, OPTIMIZER}:
+        raise CorruptError(f"{path}: step is {state.get('step')}, files {files}; expected those of {folder.name}")
+    return state
 
 
 def _open(folder: Path) -> Checkpoint:
-    try:
-        state = read_json(folder / STATE)
-    except FileNotFoundError:
-        raise CorruptError(f"{folder}: {STATE} is missing") from None
+    state = _state(folder)
     for name, expected in state["files"].items():
         path = folder / name
         if not path.is_file():
@@ -125,7 +157,13 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(root.glob("step-*"), reverse=True)
+    """Newest first. Whatever else lies there is not ours to read or remove."""
+    found = (p for p in root.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir())
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _remove(folder: Path) -> None:

@@ -3,6 +3,7 @@
 A field that may be None has None as its default: TOML cannot say null, so any other default could not be undone there.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -74,6 +75,7 @@ class DataConfig:
     """Rows prepared ahead of the step that needs them, a rank."""
 
     def __post_init__(self) -> None:
+        _finite("data.", self)
         _at_least("data.row_tokens", self.row_tokens, 2)
         for name in ("row_anchors", "rows_per_step", "threads", "rows_ahead"):
             _at_least(f"data.{name}", getattr(self, name), 1)
@@ -95,6 +97,7 @@ class LossConfig:
     """Slots whose logits exist at one time."""
 
     def __post_init__(self) -> None:
+        _finite("loss.", self)
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"loss.gamma: expected a positive number, found {self.gamma}")
         _at_least("loss.chunk", self.chunk, 1)
@@ -122,6 +125,7 @@ class OptimConfig:
     """End after this many optimizer steps; the schedule then ends there too."""
 
     def __post_init__(self) -> None:
+        _finite("optim.", self)
         if self.lr <= 0 or self.clip <= 0:
             raise ValueError(f"optim.lr and optim.clip: expected positive numbers, found {self.lr} and {self.clip}")
         for name in ("warmup_ratio", "min_lr_ratio"):
@@ -131,6 +135,12 @@ class OptimConfig:
             raise ValueError(f"optim.betas: expected two numbers in [0, 1), found {self.betas}")
         if self.weight_decay < 0:
             raise ValueError(f"optim.weight_decay: expected a number >= 0, found {self.weight_decay}")
+        # AdamW multiplies float32 tensors by these.
+        if self.lr * max(self.weight_decay, 1 / (1 - self.betas[0])) > 3e38:
+            raise ValueError(
+                f"optim.lr = {self.lr}, weight_decay = {self.weight_decay}, betas = {self.betas}: "
+                "expected steps that float32 can hold"
+            )
         _at_least("optim.epochs", self.epochs, 1)
         if self.max_steps is not None:
             _at_least("optim.max_steps", self.max_steps, 1)
@@ -190,7 +200,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("log_every", self.log_every, 1)
-        _at_least("seed", self.seed, 0)
+        _at_least("seed", self.seed, 0, below=2**63)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +231,8 @@ class EvalConfig:
     """JSON file to write; None: RUN/eval/step-N.json, or DRAFTER/eval.json."""
 
     def __post_init__(self) -> None:
+        _finite("", self)
+        _at_least("seed", self.seed, 0, below=2**63)
         if (self.run_dir is None) == (self.drafter is None):
             raise ValueError("expected either --run-dir RUN or --drafter FOLDER")
         if self.drafter is not None and self.cache is None:
@@ -248,6 +260,16 @@ class ExportConfig:
     """New folder to write."""
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: int, least: int, below: int = 2**31) -> None:
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, found {value}")
+    if value >= below:
+        raise ValueError(f"{name}: expected less than {below}, found {value}")
+
+
+def _finite(prefix: str, settings: object) -> None:
+    """Before any bound: nan is on neither side of one, and inf is above every least value."""
+    for name, value in vars(settings).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{prefix}{name}: expected finite numbers, found {value}")

@@ -5,6 +5,7 @@ Shapes: S samples, K block; counts per slot have K - 1 columns, slots 1 .. K - 1
 
 import copy
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from dflash_offline.shards.files import atomic_file
 from dflash_offline.train import parallel
 from dflash_offline.train.config import EvalConfig
 from dflash_offline.train.export import load_drafter, run_drafter
-from dflash_offline.train.folder import read_config
+from dflash_offline.train.folder import read_config, read_identity
 from dflash_offline.train.model import Drafter, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.plan import Ints, held_out, in_key_order
@@ -30,6 +31,8 @@ NOT_GREEDY = (
     "responses were not generated greedily by the target ({}): tau estimates serving only if the target samples "
     "the same way; on text the target did not write it says nothing about serving"
 )
+
+_RESULT_HEAD = b'{\n "drafter": '  # how every result begins
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,12 @@ def bf16_weights(drafter: Drafter, device: torch.device) -> Drafter:
 
 def load_target(cache: Cache, device: torch.device, dtype: torch.dtype) -> Target:
     """Embedding (as stored) and head of the cache's target."""
-    tensors = cache.target_tensors()
-    if len(tensors["embed_tokens"]) != cache.target_config["vocab_size"]:
-        raise UsageError(
-            f"{cache.path}: embed_tokens has {len(tensors['embed_tokens'])} rows, the target's config.json says "
-            f"vocab_size = {cache.target_config['vocab_size']}; extract again"
-        )
+    tensors, expected = cache.target_tensors(), (cache.target_config["vocab_size"], cache.hidden_size)
+    for name in ("embed_tokens", "lm_head"):
+        if (found := tuple(tensors[name].shape)) != expected:
+            raise UsageError(
+                f"{cache.path}: {name} is {found}, (vocab_size, hidden_size) of the target is {expected}; extract again"
+            )
     return Target(tensors["embed_tokens"].to(device), tensors["lm_head"].to(device, dtype))
 
 
@@ -105,10 +108,14 @@ def evaluate(config: EvalConfig) -> int:
     """The command."""
     with parallel.connect(config.device) as ranks:
         drafter, step = _drafter(config)
+        out = config.out or _default_out(config, step)
+        _check_out(out)
         run = read_config(config.run_dir) if config.run_dir else None
         cache_path = config.cache or (run.cache if run else None)
         assert cache_path is not None  # EvalConfig asks for a run or a cache
         cache = Cache(cache_path)
+        if config.run_dir and not config.cache:
+            _check_same(config.run_dir, cache)
         _check_fit(drafter, cache)
         val_fraction = config.val_fraction if config.val_fraction is not None else run.data.val_fraction if run else 0.0
         val = held_out(cache.prompt_keys, val_fraction)
@@ -134,8 +141,6 @@ def evaluate(config: EvalConfig) -> int:
             ],
         }
         if ranks.first:
-            out = config.out or _default_out(config, step)
-            out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(out) as file:
                 file.write(json.dumps(result, indent=1).encode())
             print(f"{table(result)}\nwritten to {out}")
@@ -172,10 +177,41 @@ def _default_out(config: EvalConfig, step: int | None) -> Path:
     return config.run_dir / "eval" / f"step-{step:08d}.json"
 
 
+def _check_out(out: Path) -> None:
+    """Before the work: the result can be written to `out`, and replaces nothing but an earlier result."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_file():
+            raise UsageError(f"{out}: is no regular file; expected the name of a JSON file in --out")
+        head = b""
+        if out.exists():
+            with out.open("rb") as file:
+                head = file.read(len(_RESULT_HEAD))
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error}; choose another --out") from None
+    if not os.access(out.parent, os.W_OK):
+        raise UsageError(f"{out}: its folder cannot be written; choose another --out")
+    if head not in (b"", _RESULT_HEAD):
+        raise UsageError(f"{out}: exists and is no result of `dflash-train eval`; choose another --out")
+
+
+def _check_same(run: Path, cache: Cache) -> None:
+    if (expected := read_identity(run)["cache_fingerprint"]) != cache.fingerprint:
+        raise UsageError(
+            f"{cache.path}: is another cache now: its fingerprint is {cache.fingerprint}, {run} was made with "
+            f"{expected}; put that one back, or give --cache to measure on another"
+        )
+
+
 def _check_fit(drafter: Drafter, cache: Cache) -> None:
-    spec = drafter.spec
-    if spec.hidden_size != cache.hidden_size:
-        raise UsageError(f"{cache.path}: hidden_size is {cache.hidden_size}, the drafter's {spec.hidden_size}")
+    spec, target = drafter.spec, cache.target_config
+    for name, found, expected in (
+        ("hidden_size", cache.hidden_size, spec.hidden_size),
+        ("vocab_size", target.get("vocab_size"), spec.vocab_size),
+        ("num_hidden_layers", target.get("num_hidden_layers"), spec.num_target_layers),
+    ):
+        if found != expected:
+            raise UsageError(f"{cache.path}: {name} of the target is {found}, the drafter is for one with {expected}")
     if missing := [i for i in spec.layer_ids if i not in cache.layer_ids]:
         raise UsageError(f"{cache.path}: has layers {list(cache.layer_ids)}, the drafter also reads {missing}")
 

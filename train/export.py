@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file, publish
 from dflash_offline.train import checkpoint
 from dflash_offline.train.config import ExportConfig
-from dflash_offline.train.folder import read_config, read_identity
+from dflash_offline.train.folder import CHECKPOINTS, check_checkpoints, read_config, read_identity
 from dflash_offline.train.hf import from_config, to_config
 from dflash_offline.train.log import say
 from dflash_offline.train.model import Drafter, new_drafter
@@ -25,16 +25,25 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
     """Write `folder`, which must not exist: bf16 weights and config.json, whole or not at all."""
     if folder.exists():
         raise UsageError(f"{folder}: exists; expected a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+    if name := checkpoint.not_finite(tensors):
+        raise RunError(
+            f"{folder}: not written: {name} is not finite in bf16; expected finite weights, try another --step"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error}; choose another --out") from None
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items()}
+        temporary.mkdir()
         checkpoint.write_tensors(temporary / WEIGHTS, tensors)
         with atomic_file(temporary / CONFIG) as file:
             file.write(json.dumps(to_config(drafter.spec), indent=2).encode())
         publish(temporary, folder)
+    except OSError as error:
+        raise RunError(f"{folder}: not written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -49,10 +58,15 @@ def load_drafter(folder: Path) -> Drafter:
         spec = from_config(json.loads(config.read_text()), str(config))
     except ValueError as error:
         raise UsageError(f"{config}: not valid JSON: {error}") from None
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise UsageError(f"{config}: not the config of a drafter: {error}") from None
     with torch.device("meta"):
         drafter = Drafter(spec)
-    with safe_open(weights, "pt") as file:
-        tensors = {name.removeprefix("model."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(weights, "pt") as file:
+            tensors = {n.removeprefix("model."): file.get_tensor(n).float() for n in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UsageError(f"{weights}: cut or no safetensors file: {error}; copy or export it again") from None
     expected: dict[str, Any] = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
@@ -61,18 +75,20 @@ def load_drafter(folder: Path) -> Drafter:
             f"{weights}: {len(wrong)} tensors do not fit {CONFIG}; the first: {name} is {found.get(name, 'missing')}, "
             f"expected {expected.get(name, 'no such tensor')}"
         )
+    if bad := checkpoint.not_finite(tensors):
+        raise UsageError(f"{weights}: {bad} holds inf or nan; expected finite weights, export another step")
     drafter.load_state_dict(tensors, assign=True)
     return drafter
 
 
 def run_drafter(run: Path, step: int | None) -> tuple[Drafter, int]:
     """The drafter of a run after `step` steps (None: of its newest checkpoint; 0: untrained), and the step."""
-    config = read_config(run)
-    spec = from_config(read_identity(run)["drafter"], str(run / "identity.json"))
-    drafter = new_drafter(spec, config.seed)
+    config, identity = read_config(run), read_identity(run)
+    check_checkpoints(run, config, identity)
+    drafter = new_drafter(from_config(identity["drafter"], str(run / "identity.json")), config.seed)
     if step == 0:
         return drafter, 0
-    root = run / "checkpoints"
+    root = run / CHECKPOINTS
     found, passed = checkpoint.newest(root) if step is None else (checkpoint.at_step(root, step), [])
     for reason in passed:
         say(f"passed over an incomplete checkpoint: {reason}")

@@ -1,5 +1,6 @@
 """The folder of a run: its settings first, then metrics, checkpoints and evaluations.
 
+RUN/.lock            held by the process that trains
 RUN/config.toml      the resolved settings; `--config RUN/config.toml` repeats the run
 RUN/identity.json    fingerprint of the cache, and the drafter as a config.json
 RUN/metrics.jsonl    one object a step
@@ -8,59 +9,121 @@ RUN/checkpoints/     step-00000012, ...
 RUN/eval/            step-00000012.json, ...
 """
 
+import fcntl
+import os
+import platform
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from dflash_offline.shards.command import load_toml, unstructure
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import atomic_file, read_json, write_json
+from dflash_offline.train import checkpoint
 from dflash_offline.train.config import TrainConfig
 
+LOCK, CONFIG, IDENTITY, STATUS, CHECKPOINTS = ".lock", "config.toml", "identity.json", "status.json", "checkpoints"
 # These change where and how fast a run goes, not what comes out. `cache` may have moved: its fingerprint is compared.
 FREE = ("cache", "run_dir", "log_every", "save", "validate", "data.threads", "data.rows_ahead")
 
 
 def read_config(run: Path) -> TrainConfig:
     """Settings of an existing run."""
-    if not (run / "config.toml").is_file():
+    if not (run / CONFIG).is_file():
         raise UsageError(f"{run}: not a run folder (no config.toml); expected a folder made by `dflash-train run`")
-    return load_toml(TrainConfig, run / "config.toml")
+    return load_toml(TrainConfig, run / CONFIG)
 
 
 def read_identity(run: Path) -> dict[str, Any]:
     """What the checkpoints of an existing run belong to."""
+    path = run / IDENTITY
     try:
-        return read_json(run / "identity.json")
+        identity = read_json(path)
     except FileNotFoundError:
         raise UsageError(f"{run}: no identity.json; expected a folder made by `dflash-train run`") from None
+    if not isinstance(identity.get("drafter"), dict) or "cache_fingerprint" not in identity:
+        raise CorruptError(f"{path}: has no drafter or cache_fingerprint; expected what `dflash-train run` wrote")
+    return identity
+
+
+def facts(config: TrainConfig, identity: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says it belongs to: every setting that decides what comes out, the cache and the drafter."""
+    settings = {name: value for name, value in _flat(unstructure(config)) if not _is_free(name)}
+    return {**identity, "settings": settings}
+
+
+def check_checkpoints(run: Path, config: TrainConfig, identity: dict[str, Any]) -> None:
+    """Raise UsageError where a checkpoint in `run` was made with other settings, another cache or drafter.
+
+    config.toml cannot tell: it may have been edited, and checkpoints may have been copied from elsewhere.
+    """
+
+    def compared(values: dict[str, Any]) -> dict[str, Any]:
+        return {**values.get("settings", {}), **{name: values.get(name) for name in ("cache_fingerprint", "drafter")}}
+
+    now = compared(facts(config, identity))
+    for folder, state in checkpoint.states(run / CHECKPOINTS):
+        _refuse_changes(folder, compared(state), now)
+
+
+@contextmanager
+def hold(run: Path) -> Iterator[None]:
+    """Keep the run folder for this process; the kernel drops the lock of a process that died."""
+    if run.exists() and not run.is_dir():
+        raise UsageError(f"{run}: is a file; expected a new, an empty or a run folder")
+    ours = (run / LOCK).is_file() or (run / CONFIG).is_file()
+    if run.is_dir() and not ours and any(not p.match(f"{CONFIG}.*.tmp") for p in run.iterdir()):
+        raise UsageError(f"{run}: holds other files and no config.toml; expected a new, an empty or a run folder")
+    try:
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        lock = (run / LOCK).open("a+")
+    except OSError as error:
+        raise UsageError(f"{run}: cannot be written: {error}; choose another --run-dir") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UsageError(f"{run}: in use by {lock.read().strip() or 'another process'}") from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {platform.node()}")
+        lock.flush()
+        for name in (CONFIG, IDENTITY, STATUS):
+            for leftover in run.glob(f"{name}.*.tmp"):
+                leftover.unlink()
+        yield
 
 
 def claim(run: Path, config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Make `run` the folder of these settings and this cache and drafter, or check that it is. Writes the settings."""
-    if (run / "config.toml").is_file():
+    """Make the held `run` that of these settings, cache and drafter, or check that it is. Writes the settings."""
+    for name in (CONFIG, IDENTITY):
+        if not (run / name).is_file() and any((run / CHECKPOINTS).glob("step-*")):
+            raise UsageError(f"{run}: has checkpoints and no {name}; restore it, or choose another --run-dir")
+    if (run / CONFIG).is_file():
         _refuse_changes(run, unstructure(read_config(run)), unstructure(config))
-        if (run / "identity.json").is_file():
-            _refuse_changes(run, read_json(run / "identity.json"), identity)
-    elif run.exists() and any(run.iterdir()):
-        raise UsageError(f"{run}: holds other files and no config.toml; expected a new, an empty or a run folder")
-    run.mkdir(parents=True, exist_ok=True)
-    with atomic_file(run / "config.toml") as file:
+    if (run / IDENTITY).is_file():
+        _refuse_changes(run, read_identity(run), identity)
+    check_checkpoints(run, config, identity)
+    with atomic_file(run / CONFIG) as file:
         file.write(tomli_w.dumps(unstructure(config)).encode())
-    write_json(run / "identity.json", identity)
+    write_json(run / IDENTITY, identity)
 
 
 def _refuse_changes(run: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     before, after = dict(_flat(old)), dict(_flat(new))
     for name in sorted({*before, *after}):
-        free = any(name == f or name.startswith(f"{f}.") for f in FREE)
-        if not free and before.get(name) != after.get(name):
+        if not _is_free(name) and before.get(name) != after.get(name):
             raise UsageError(
                 f"{run}: was made with {name} = {before.get(name)}, now {after.get(name)}; "
                 "set it back, or choose another --run-dir"
             )
+
+
+def _is_free(name: str) -> bool:
+    return any(name == f or name.startswith(f"{f}.") for f in FREE)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

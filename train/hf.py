@@ -20,6 +20,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (None, 1),
     "rope_scaling": (None,),
 }
+_SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "block_size", "vocab_size")
 
 
 def to_config(spec: DrafterSpec) -> dict[str, Any]:
@@ -62,6 +63,8 @@ def to_config(spec: DrafterSpec) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
     """Spec of the drafter that `config` describes. `where` names it in errors."""
+    if not isinstance(config, Mapping):
+        raise UsageError(f"{where}: is a {type(config).__name__}; expected an object, the config of a drafter")
     nested = config.get("dflash_config") or {}
 
     def get(name: str) -> Any:
@@ -82,7 +85,7 @@ def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
     sliding = "sliding_attention" in layer_types
     if len(layer_types) != layers or not {*layer_types} <= {"full_attention", "sliding_attention"}:
         raise UsageError(f"{where}: layer_types {list(layer_types)} do not fit num_hidden_layers = {layers}")
-    return DrafterSpec(
+    spec = DrafterSpec(
         hidden_size=get("hidden_size"),
         intermediate_size=get("intermediate_size"),
         heads=heads,
@@ -101,6 +104,12 @@ def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),
     )
+    for name in _SIZES:
+        if not isinstance(value := getattr(spec, name), int) or value < 1:
+            raise UsageError(f"{where}: {name} = {value!r}; expected a whole number above 0")
+    if not 0 <= spec.mask_token_id < spec.vocab_size:
+        raise UsageError(f"{where}: mask_token_id = {spec.mask_token_id} is not below vocab_size = {spec.vocab_size}")
+    return spec
 
 
 def _default_layers(config: Mapping[str, Any]) -> list[int]:

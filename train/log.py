@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from dflash_offline.shards.errors import CorruptError, RunError
+from dflash_offline.shards.files import atomic_file
+
 
 class Clock:
     """Seconds of each phase of a step: `lap(name)` ends the phase that began at the last lap."""
@@ -47,16 +50,31 @@ class Metrics:
 
     def __init__(self, path: Path, step: int) -> None:
         """Append after `step`; what a killed run wrote after its last checkpoint is dropped, as it happens again."""
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        # A line without its end was torn.
+        kept = [line for n, line in enumerate(lines, 1) if line.endswith(b"\n") and _step(line, f"{path}:{n}") <= step]
         if len(kept) != len(lines):
-            path.write_text("".join(kept))
-        self._file = path.open("a")
+            with atomic_file(path) as file:
+                file.write(b"".join(kept))
+        self._path, self._file = path, path.open("a")
 
     def write(self, values: Mapping[str, Any]) -> None:
         """One line."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(f"{self._path}: not written: {error}; rerun to go on from the last checkpoint") from None
+
+
+def _step(line: bytes, where: str) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        step = None
+    if not isinstance(step, int):
+        raise CorruptError(f"{where}: found {line[:40]!r}, expected an object with a step; remove the line and rerun")
+    return step
 
 
 def say(text: str) -> None:

@@ -1,6 +1,8 @@
 """`dflash-train run`: the training loop."""
 
+import math
 import signal
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -12,7 +14,7 @@ from dflash_offline.shards.files import write_json
 from dflash_offline.train import checkpoint, parallel
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import bf16_weights, load_target, measure, summary
-from dflash_offline.train.folder import claim
+from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, line, say
 from dflash_offline.train.loss import block_loss, decay_weights, default_gamma
@@ -28,17 +30,19 @@ def train(config: TrainConfig) -> int:
     """Train, or continue, the run at `config.run_dir`. Returns 0, or 128 + the signal that stopped it."""
     with parallel.connect(config.device) as ranks, stop_signals() as stop:
         job = prepare(config, ranks.world)
-        if ranks.first:
-            claim(config.run_dir, config, job.identity)
-        ranks.wait()
-        try:
-            code = _train(job, ranks, stop)
-        except BaseException as error:
-            _status(job, ranks, "failed", error=str(error) or type(error).__name__)
-            raise
-        _status(job, ranks, "stopped" if code else "finished", code=code)
-        # torchrun ends the other ranks when one leaves with a code, and one of them may still be saving.
-        ranks.wait()
+        with hold(config.run_dir) if ranks.first else nullcontext():
+            if ranks.first:
+                claim(config.run_dir, config, job.identity)
+            ranks.wait()
+            try:
+                code = _train(job, ranks, stop)
+            except BaseException as error:
+                with suppress(OSError):  # a full disk must not hide the error itself
+                    _status(job, ranks, "failed", error=str(error) or type(error).__name__)
+                raise
+            _status(job, ranks, "stopped" if code else "finished", code=code)
+            # torchrun ends the other ranks when one leaves with a code, and one of them may still be saving.
+            ranks.wait()
     return code
 
 
@@ -74,6 +78,12 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
         # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
         if sums["weight"] > 0:
             norm = gradients.normalise(sums["weight"], config.optim.clip)
+            # Both are of sums over the ranks, so all of them leave here or none.
+            if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
+                raise RunError(
+                    f"step {step}: loss is {sums['loss'] / sums['weight']}, gradient norm {norm}; expected finite "
+                    "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
@@ -87,7 +97,8 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             "grad_norm": norm,
         }
         entry |= step_metrics(sums, clock.read(), spec.block_size)
-        if config.validate.every and not stopping and (step % config.validate.every == 0 or last):
+        # Also when stopping: the rerun goes on after this step and would never measure it.
+        if config.validate.every and (step % config.validate.every == 0 or last):
             counts = measure(bf16_weights(drafter, device), target, job.cache, job.validation, ranks)
             entry["validation"] = summary(counts, resamples=200, seed=config.seed)
             clock.read()
@@ -129,7 +140,7 @@ def _learn(
 
 def _resume(job: Job, ranks: Ranks, drafter: Drafter, optimizer: torch.optim.Optimizer) -> int:
     """Restore the newest complete checkpoint; the steps it had done, 0 where there is none."""
-    root = job.config.run_dir / "checkpoints"
+    root = job.config.run_dir / CHECKPOINTS
     found, passed = checkpoint.newest(root)
     if ranks.first:
         checkpoint.clean(root)
@@ -146,15 +157,21 @@ def _save(job: Job, ranks: Ranks, step: int, drafter: Drafter, optimizer: torch.
     bits = torch.stack([torch.hash_tensor(p) for p in drafter.parameters()]).view(torch.int64)
     if not ranks.agree(bits):
         raise RunError(f"step {step}: the weights of the ranks differ; the last checkpoint before it is sound")
+    if name := checkpoint.not_finite(drafter.state_dict()):
+        raise RunError(
+            f"step {step}: {name} is no longer finite and was not saved; "
+            "older checkpoints are sound: try a lower optim.lr in another --run-dir"
+        )
     if ranks.first:
-        facts = {**job.identity, "seed": job.config.seed, "world": ranks.world, "torch": torch.__version__}
-        checkpoint.save(job.config.run_dir / "checkpoints", step, drafter, optimizer, facts, job.config.save.keep_last)
+        config = job.config
+        state = {**facts(config, job.identity), "world": ranks.world, "torch": torch.__version__}
+        checkpoint.save(config.run_dir / CHECKPOINTS, step, drafter, optimizer, state, config.save.keep_last)
 
 
 def _status(job: Job, ranks: Ranks, state: str, **facts: int | str) -> None:
     """Say how the run stands in a file: under torchrun the exit code is not ours."""
     if ranks.first:
-        write_json(job.config.run_dir / "status.json", {"state": state, **facts})
+        write_json(job.config.run_dir / STATUS, {"state": state, **facts})
 
 
 def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
