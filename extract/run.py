@@ -80,7 +80,7 @@ def run(config: ExtractConfig) -> int:
             number, error = next(iter(failed.items()))
             raise RunError(f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to retry")
         lost = _finish(config, progress.draft, plan, target, old)
-    print(f"{config.cache}: complete; {progress.summary()}")
+    print(f"{config.cache}: complete, {sum(t.samples for t in plan.tasks)} samples; this run: {progress.summary()}")
     return 3 if lost else 0
 
 
@@ -284,31 +284,33 @@ class Progress:
     def __init__(self, cache: Path, plan: plans.Plan, todo: list[int], draft: manifest.Manifest) -> None:
         self._cache, self._plan, self.draft = cache, plan, draft
         self._left = sum(plan.tasks[n].tokens for n in todo)
-        self._start: float | None = None
+        self._start = time.monotonic()
+        self._first = True
         self._samples = self._tokens = self._bytes = self._skipped = 0
         if len(todo) < len(plan.tasks):
             print(f"resuming: {len(plan.tasks) - len(todo)} of {len(plan.tasks)} shards are done")
 
     def note(self, report: pool.Report) -> None:
         """Count a finished task and say so."""
-        if self._start is None:
+        if self._first:
             print(f"kernels: {report.kernels}")
             codec = replace(self.draft.codec, calibration=file_hash(self._cache / CODEC_FILE))
             self.draft = replace(self.draft, kernels=report.kernels, codec=codec)
             manifest.write(self._cache, self.draft)
-            self._start = time.monotonic()  # loading and calibration are no part of the rate
+        self._first = False
         if report.done is None:
+            self._start = time.monotonic()  # loading and calibration are no part of the rate
             return
         self._samples += report.done.samples
         self._tokens += report.done.tokens
         self._bytes += report.done.bytes
         self._skipped += report.done.skipped
         self._left -= self._plan.tasks[report.number].tokens
-        rate = self._tokens / max(1e-9, self._seconds())
-        print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-9):,.0f} s left", flush=True)
+        rate = self._tokens / max(1e-3, self._seconds())
+        print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-3):,.0f} s left", flush=True)
 
     def _seconds(self) -> float:
-        return time.monotonic() - self._start if self._start is not None else 0.0
+        return time.monotonic() - self._start
 
     def summary(self) -> str:
         """What this run did."""

@@ -46,7 +46,10 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
         if left.code == 0:
             raise
         lines = (re.sub(r"[\u2500-\u257f]+|-{4,}", " ", line) for line in box.getvalue().splitlines())
-        raise UsageError(" ".join(" ".join(lines).split())) from None
+        text = " ".join(" ".join(lines).split())
+        for title in ("Unrecognized options ", "Value error ", "Required options ", "Parsing error "):
+            text = text.removeprefix(title)
+        raise UsageError(text) from None
 
 
 def load_toml(cls: type[T], path: Path) -> T:

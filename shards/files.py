@@ -55,7 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(raw)
         found = values.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptError(f"{path}: not readable ({len(raw)} bytes: {error}); restore it, or delete it and rerun the same command") from None
+        raise CorruptError(
+            f"{path}: not readable ({len(raw)} bytes: {error}); restore it, or delete it and rerun the same command"
+        ) from None
     if found != _checksum(values):
         raise CorruptError(f"{path}: checksum is {_checksum(values)}, expected {found}; it was changed after writing")
     return values

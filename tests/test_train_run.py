@@ -273,7 +273,9 @@ def test_export_and_evaluation_agree(
     same = ("tau", "tau_interval", "acceptance_conditional", "per_sample")
     assert [of_run[n] for n in same] == [of_folder[n] for n in same] and of_run["step"] == 12
     assert call("eval", "--run-dir", tmp_path / "run", "--step", 0, monkeypatch=monkeypatch) == 0
-    assert (tmp_path / "run" / "eval" / "step-00000000.json").is_file()
+    assert (tmp_path / "run" / "eval" / "step-00000000-val.json").is_file()
+    assert call("eval", "--run-dir", tmp_path / "run", "--val-fraction", "0.5", monkeypatch=monkeypatch) == 2
+    assert "the run held out only 0.1 and trained on the rest" in capsys.readouterr().err
     assert call("export", "--run-dir", finished[1], "--out", out, monkeypatch=monkeypatch) == 2
     assert "exists; expected a new folder" in capsys.readouterr().err
 

@@ -93,6 +93,8 @@ def check(path: Path) -> int:
     seconds = time.monotonic() - begin
     for fault in found.faults:
         print(f"FAULT {fault}")
+    if found.faults:
+        print("to mend: delete the shards named above, and rerun the same `dflash-extract run`")
     if not found.faults and not manifest.read(path).complete:
         print("note: extraction is not complete; only finished shards were checked")
     print(

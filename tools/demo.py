@@ -7,6 +7,7 @@ Every stage is the command a user would type. Live decoding uses the model class
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -104,7 +105,10 @@ def command(*words: object) -> None:
     program, *rest = map(str, words)
     print(f"\n$ dflash-{program} {shlex.join(rest)}", flush=True)
     module = "tools" if program == "shards" else program
-    code = subprocess.run([sys.executable, "-m", f"dflash_offline.{module}", *rest], check=False).returncode
+    # At this size a second thread costs more in waiting than it gives, and on a busy machine ten times more.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", f"dflash_offline.{module}", *rest]
+    code = subprocess.run(line, check=False, env=environment).returncode
     if code:
         raise RunError(f"dflash-{program} {rest[0]} left with code {code}")
 
@@ -163,8 +167,10 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=1000, help="prompts to answer")
     parser.add_argument("--samples", type=int, default=50, help="held-out prompts to measure on")
     args = parser.parse_args()
+    import torch
     from transformers import logging
 
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -118,6 +118,11 @@ def evaluate(config: EvalConfig) -> int:
             _check_same(config.run_dir, cache)
         _check_fit(drafter, cache)
         val_fraction = config.val_fraction if config.val_fraction is not None else run.data.val_fraction if run else 0.0
+        if run is not None and config.split == "val" and val_fraction > run.data.val_fraction:
+            raise UsageError(
+                f"val_fraction = {val_fraction}: the run held out only {run.data.val_fraction} and trained on the rest; "
+                "train again in another --run-dir with a larger --data.val-fraction"
+            )
         val = held_out(cache.prompt_keys, val_fraction)
         chosen = {"val": val, "train": ~val, "all": np.ones_like(val)}[config.split]
         numbers = in_key_order(cache.keys, chosen & (cache.anchors > 0), config.samples)
@@ -174,7 +179,8 @@ def _default_out(config: EvalConfig, step: int | None) -> Path:
     if config.drafter is not None:
         return config.drafter / "eval.json"
     assert config.run_dir is not None and step is not None
-    return config.run_dir / "eval" / f"step-{step:08d}.json"
+    count = f"-{config.samples}" if config.samples else ""
+    return config.run_dir / "eval" / f"step-{step:08d}-{config.split}{count}.json"
 
 
 def _check_out(out: Path) -> None:

@@ -74,6 +74,8 @@ def hold(run: Path) -> Iterator[None]:
     """Keep the run folder for this process; the kernel drops the lock of a process that died."""
     if run.exists() and not run.is_dir():
         raise UsageError(f"{run}: is a file; expected a new, an empty or a run folder")
+    if (run / "manifest.json").is_file():
+        raise UsageError(f"{run}: is a cache; expected a new, an empty or a run folder")
     ours = (run / LOCK).is_file() or (run / CONFIG).is_file()
     if run.is_dir() and not ours and any(not p.match(f"{CONFIG}.*.tmp") for p in run.iterdir()):
         raise UsageError(f"{run}: holds other files and no config.toml; expected a new, an empty or a run folder")

@@ -52,8 +52,10 @@ class Job:
         used, data = self.plan.members, self.config.data
         tokens = np.minimum(self.cache.tokens[used], data.row_tokens)
         cut = int((self.cache.tokens[used] > data.row_tokens).sum())
+        held = int(held_out(self.cache.prompt_keys, data.val_fraction).sum())
         return (
-            f"{len(used)} samples of {len(self.cache)} ({cut} cut at {data.row_tokens} tokens), {self.plan.rows} rows "
+            f"{len(used)} samples of {len(self.cache)}, {held} held out ({cut} cut at {data.row_tokens} tokens), "
+            f"{self.plan.rows} rows "
             f"{tokens.sum() / (self.plan.rows * data.row_tokens):.0%} full, {self.steps} steps, "
             f"mask token {self.spec.mask_token_id}"
         )

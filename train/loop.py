@@ -56,7 +56,8 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     first = _resume(job, ranks, drafter, optimizer)
     metrics = Metrics(config.run_dir / "metrics.jsonl", first) if ranks.first else None
     if metrics:
-        say(job.describe() + (f"; continuing after step {first}" if first else ""))
+        again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
+        say(job.describe() + (again if first else ""))
     _status(job, ranks, "running", first=first)
 
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
@@ -110,6 +111,8 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             _save(job, ranks, step, drafter, optimizer)
             clock.read()
         if stopping:
+            if metrics:
+                say(f"stopped after step {step} of {job.steps}, which is saved; rerun to continue")
             rows.close()
             return 128 + (stop.signal or signal.SIGTERM)
     return 0
