@@ -120,8 +120,8 @@ def evaluate(config: EvalConfig) -> int:
         val_fraction = config.val_fraction if config.val_fraction is not None else run.data.val_fraction if run else 0.0
         if run is not None and config.split == "val" and val_fraction > run.data.val_fraction:
             raise UsageError(
-                f"val_fraction = {val_fraction}: the run held out only {run.data.val_fraction} and trained on the rest; "
-                "train again in another --run-dir with a larger --data.val-fraction"
+                f"val_fraction = {val_fraction}: the run held out only {run.data.val_fraction} and trained on "
+                "the rest; train anew with a larger --data.val-fraction"
             )
         val = held_out(cache.prompt_keys, val_fraction)
         chosen = {"val": val, "train": ~val, "all": np.ones_like(val)}[config.split]
