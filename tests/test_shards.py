@@ -1,16 +1,19 @@
 """The format: what is written is what is read, and every fault is reported by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import stranger
 import torch
 from caches import write_cache
 
-from dflash_offline.shards import codecs, index
-from dflash_offline.shards.cache import Cache
+from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.shards.cache import OPEN_FILES, Cache
 from dflash_offline.shards.errors import CorruptError, UsageError
+from dflash_offline.shards.files import read_json, write_json
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.verify import verify
@@ -80,6 +83,16 @@ def test_other_readers_open_a_shard(tmp_path: Path) -> None:
     with pa.memory_map(str(tmp_path / "c" / "shards/00000000.arrow")) as source:
         table = pa.ipc.open_stream(source).read_all()
     assert table.column("input_ids").to_pylist()[0] == written[0].input_ids.tolist()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "lossless", "ecsq"])
+def test_a_stranger_reads_the_cache_from_the_documentation(tmp_path: Path, codec: str) -> None:
+    write_cache(tmp_path / "c", samples=3, tokens=200, codec=codec)
+    cache = Cache(tmp_path / "c")
+    for i, (ids, mask, states) in enumerate(stranger.samples(tmp_path / "c")):
+        sample = cache.read(i)
+        assert ids == sample.input_ids.tolist() and mask == sample.loss_mask.tolist()
+        assert np.array_equal(states, bits(sample.states).numpy().view(np.uint16))
 
 
 def test_index_is_rebuilt_from_trailers_alone(tmp_path: Path) -> None:
@@ -156,3 +169,85 @@ def test_keys_depend_on_ids_mask_and_nothing_else() -> None:
     assert key == sample_key(ids.copy(), mask.copy()) and len(key) == 32
     assert key != sample_key(ids, 1 - mask) and key != sample_key(ids[::-1].copy(), mask)
     assert prompt_key(ids, mask) == prompt_key(np.array([0, 1, 9, 9], np.int32), np.array([0, 0, 1, 0], np.uint8))
+
+
+def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=1)
+    for version in (0, 2):
+        values = read_json(tmp_path / "c" / "manifest.json")
+        write_json(tmp_path / "c" / "manifest.json", {**values, "format": version})
+        with pytest.raises(UsageError, match=rf"format {version}, this build reads 1"):
+            Cache(tmp_path / "c")
+
+
+@pytest.mark.parametrize("damage", [b"", None])
+def test_an_empty_or_lost_index_is_named(tmp_path: Path, damage: bytes | None) -> None:
+    write_cache(tmp_path / "c", samples=2)
+    path = tmp_path / "c" / "index.parquet"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    with pytest.raises(CorruptError, match=r"index\.parquet: .*rerun the same `dflash-extract run`"):
+        Cache(tmp_path / "c")
+
+
+def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
+    """B53: the same messages far out in a sparse file; the disk holds a few blocks of it."""
+    written = write_cache(tmp_path / "c", samples=4)
+    table = Cache(tmp_path / "c").index
+    path = tmp_path / "c" / "shards" / "00000000.arrow"
+    data = path.read_bytes()
+    places = [1 << 20, 2**31 - 16, 2**31 + 2**20, 2**32 + 64]
+    with path.open("r+b") as file:
+        for row, place in zip(table.to_pylist(), places, strict=True):
+            file.seek(place)
+            file.write(data[row["offset"] : row["offset"] + row["length"]])
+    at = table.schema.get_field_index("offset")
+    table = table.set_column(at, table.schema.field(at), pa.array(places, pa.int64()))
+    values = manifest.read(tmp_path / "c")
+    manifest.write(tmp_path / "c", replace(values, index=index.write(tmp_path / "c", table)))
+    cache = Cache(tmp_path / "c")
+    for i in range(4):
+        assert torch.equal(bits(cache.read(i).states), bits(written[i].states))
+    assert path.stat().st_blocks * 512 < 10 << 20
+
+
+def test_open_files_are_bounded(tmp_path: Path) -> None:
+    """B54: 120 shards, at most OPEN_FILES of them open, epoch after epoch."""
+    written = write_cache(tmp_path / "c", samples=120, per_shard=1)
+    cache, opened = Cache(tmp_path / "c"), []
+    for _ in range(2):
+        for i in range(120):
+            assert cache.read(i).key == written[i].key
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert opened[0] == opened[1] and len(cache._files) <= OPEN_FILES
+    cache.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= opened[0] - OPEN_FILES
+
+
+def test_a_shard_holds_its_samples_and_nothing_else(tmp_path: Path) -> None:
+    """B60: bytes are those of the states, not of a padded batch."""
+    written = write_cache(tmp_path / "c", samples=40, codec="bf16", tokens=400)
+    payload = sum(s.states.numel() * 2 for s in written)
+    size = (tmp_path / "c" / "shards" / "00000000.arrow").stat().st_size
+    extra = sum(5 * len(s.input_ids) + 2000 for s in written)  # ids, mask, Arrow, frame headers, index row
+    assert payload < size < payload + extra
+
+
+def test_a_read_only_cache_is_read_and_not_written(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=3)
+    for path in [tmp_path / "c", *(tmp_path / "c").rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("*")}
+    cache = Cache(tmp_path / "c")
+    cache.read(2).states.zero_()
+    assert verify(tmp_path / "c", threads=2).faults == []
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "c").rglob("*")} == before
+
+
+def test_a_forged_length_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=2)
+    table = Cache(tmp_path / "c").index
+    at = table.schema.get_field_index("length")
+    table = table.set_column(at, table.schema.field(at), pa.array([2**60, 5], pa.int64()))
+    manifest.write(tmp_path / "c", replace(manifest.read(tmp_path / "c"), index=index.write(tmp_path / "c", table)))
+    with pytest.raises(CorruptError, match=r"00000000\.arrow: ends at byte"):
+        Cache(tmp_path / "c").read(0)
