@@ -29,6 +29,10 @@ class Ls:
     limit: int = 20
     """Lines to print; 0 prints all."""
 
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"limit is {self.limit}, expected 0 or more")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
@@ -38,6 +42,25 @@ class Show:
     """The cache folder."""
     key: Annotated[str, tyro.conf.Positional]
     """The sample's key, or the beginning of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Which caches to compare."""
+
+    first: CachePath
+    """A cache folder."""
+    second: CachePath
+    """Another one."""
+    limit: int = 10
+    """Samples to name of each kind."""
+
+
+def _diff(argv: list[str]) -> int:
+    args = command.parse(Diff, argv, f"{PROG} diff", "Compare two caches; exit 3 when they differ.")
+    from dflash_offline.tools.compare import diff
+
+    return diff(args.first, args.second, args.limit)
 
 
 def _info(argv: list[str]) -> int:
@@ -77,5 +100,6 @@ def main() -> None:
             "ls": ("one line a sample", _ls),
             "show": ("a sample's text with its mask", _show),
             "verify": ("check every byte of a cache", _verify),
+            "diff": ("compare two caches: settings, samples, states", _diff),
         },
     )
