@@ -1,4 +1,4 @@
-"""`dflash-shards diff A B`: whether two caches hold the same settings, samples and states, and how far apart they are."""
+"""`dflash-shards diff A B`: whether two caches hold the same settings, samples and states, and how far apart."""
 
 from pathlib import Path
 
