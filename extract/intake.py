@@ -87,10 +87,9 @@ def make_plan(
     """
     old = plans.read(cache) or plans.from_manifest(cache)
     if old is not None:
-        for name in sorted(settings | old.settings):
-            was, now = old.settings.get(name), settings.get(name)
-            if was != now:
-                raise UsageError(f"{cache}: {name} was {was!r}, now {now!r}; use it as before, or another cache folder")
+        pairs = {name: (old.settings.get(name), settings.get(name)) for name in sorted(settings | old.settings)}
+        if changes := [f"{name} was {was!r}, now {now!r}" for name, (was, now) in pairs.items() if was != now]:
+            raise UsageError(f"{cache}: {'; '.join(changes)}; use it as before, or another cache folder")
     files = [{"name": p.name, "bytes": p.stat().st_size, "xxh3": file_hash(p)} for p in data.files]
     if old is not None and old.files == files:
         return old
