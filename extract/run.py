@@ -1,8 +1,5 @@
 """`dflash-extract run`: read -> render -> mask -> key -> plan -> [forward -> encode -> write] -> index -> complete."""
 
-import fcntl
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +31,7 @@ from dflash_offline.extract.task import codec_info, compute_dtype, is_done, skip
 from dflash_offline.shards import index, manifest
 from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER
 from dflash_offline.shards.errors import RunError, UsageError
-from dflash_offline.shards.files import atomic_file, file_hash
+from dflash_offline.shards.files import atomic_file, file_hash, take_lock
 from dflash_offline.shards.layout import read_schema
 
 LOCK = ".lock"
@@ -180,14 +177,7 @@ def _claim(cache: Path) -> Iterator[None]:
 
 def _hold(cache: Path) -> Iterator[None]:
     with (cache / LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UsageError(f"{cache}: in use by {lock.read().strip() or 'another process'}") from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {platform.node()}")
-        lock.flush()
+        take_lock(lock, cache)
         for leftover in (*cache.glob("*.tmp"), *cache.glob("*/*.tmp")):
             leftover.unlink()
         yield

@@ -1,15 +1,17 @@
 """Files that appear whole or not at all."""
 
+import fcntl
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import xxhash
 
-from dflash_offline.shards.errors import CorruptError
+from dflash_offline.shards.errors import CorruptError, UsageError
 
 
 def fsync_folder(folder: Path) -> None:
@@ -76,3 +78,18 @@ def file_hash(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def take_lock(lock: TextIO, folder: Path) -> None:
+    """Hold `folder` by its open lock file until that is closed; the kernel closes it for a process that died.
+
+    Raises UsageError naming the holder.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise UsageError(f"{folder}: in use by {lock.read().strip() or 'another process'}") from None
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {platform.node()}")
+    lock.flush()

@@ -9,9 +9,6 @@ RUN/checkpoints/     step-00000012, ...
 RUN/eval/            step-00000012.json, ...
 """
 
-import fcntl
-import os
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +18,7 @@ import tomli_w
 
 from dflash_offline.shards.command import load_toml, unstructure
 from dflash_offline.shards.errors import CorruptError, UsageError
-from dflash_offline.shards.files import atomic_file, read_json, write_json
+from dflash_offline.shards.files import atomic_file, read_json, take_lock, write_json
 from dflash_offline.train import checkpoint
 from dflash_offline.train.config import TrainConfig
 
@@ -85,14 +82,7 @@ def hold(run: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{run}: cannot be written: {error}; choose another --run-dir") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UsageError(f"{run}: in use by {lock.read().strip() or 'another process'}") from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {platform.node()}")
-        lock.flush()
+        take_lock(lock, run)
         for name in (CONFIG, IDENTITY, STATUS):
             for leftover in run.glob(f"{name}.*.tmp"):
                 leftover.unlink()
