@@ -1,5 +1,6 @@
 """Settings of `dflash-extract`. Every value that decides the bytes is compared on a rerun; the rest is free."""
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,23 +27,94 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What a row's fields are called; empty: the usual names are tried."""
+
+    id: str = ""
+    messages: str = ""
+    """A list of messages, as OpenAI or ShareGPT have them."""
+    prompt: str = ""
+    """Text or a list of messages, answered by `response`."""
+    response: str = ""
+    """Text or a list of messages."""
+    reasoning: str = ""
+    """The thinking before `response`."""
+    system: str = ""
+    tools: str = ""
+    text: str = ""
+    """Text that needs no template."""
+    response_start: str = ""
+    """The character of `text` at which supervision starts."""
+    input_ids: str = ""
+    loss_mask: str = ""
+    finish_reason: str = ""
+    response_mode: str = ""
+    """How this row's response was made: greedy, sampled at T, unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The chats, and how they become token ids."""
 
     files: tuple[Path, ...] = ()
-    """JSONL files: a row has `messages` (role, content), or `input_ids` with `loss_mask`."""
-    max_length: int = 4096
-    """Longer samples are cut; states are causal, so what is kept is exact."""
+    """JSONL (also .gz, .zst), JSON, Parquet or Arrow files, globs of them, or folders, also those saved by datasets."""
+    hub: str = ""
+    """Instead of files: a dataset of the Hugging Face hub, `org/name`; needs the extra `hub`."""
+    hub_config: str = ""
+    """Which of the hub dataset's configurations."""
+    hub_revision: str = ""
+    """Which of its revisions; a commit hash is best."""
+    split: str = ""
+    """Which split of a folder or hub dataset."""
+    limit: int = 0
+    """Read so many rows; 0: all."""
+    shuffle_seed: int | None = None
+    """Which rows `limit` takes: by default the first, with a seed a random draw. The file's order stays."""
+    fields: Fields = field(default_factory=Fields)
+    template: Path | None = None
+    """A chat template file to use instead of the tokenizer's own."""
     enable_thinking: bool | None = None
     """Passed to the chat template; unset: the template's own default."""
     preserve_thinking: bool | None = None
     """Passed to the chat template; unset: the template's own default."""
+    template_args: str = ""
+    """Further arguments of the chat template, a JSON object."""
+    supervise: Literal["all", "last"] = "all"
+    """Which assistant turns count."""
+    max_length: int = 4096
+    """Longer samples are cut; states are causal, so what is kept is exact."""
+    too_long: Literal["cut", "skip"] = "cut"
+    """What happens to samples beyond max_length."""
+    min_supervised: int = 2
+    """Samples with fewer supervised tokens are skipped."""
+    duplicates: Literal["sample", "prompt"] = "sample"
+    """What may be there only once: a sample, or even its prompt. The first row stays."""
+    strict: bool = False
+    """Refuse the dataset when any row would be skipped."""
     generation: Literal["greedy", "sampled", "unknown"] = "unknown"
     """How the responses were made by this target; decides what an offline acceptance length means."""
+    workers: int = 0
+    """Processes that render and tokenise; 0: one a core for large datasets, none for small ones."""
+    rows_cache: Path | None = None
+    """Where rendered rows are kept, so that a rerun need not render them again; unset: CACHE/plan/rows, for large
+    datasets. May be deleted at any time."""
 
     def __post_init__(self) -> None:
-        if self.max_length < 2:
-            raise ValueError(f"data.max_length is {self.max_length}, expected at least 2")
+        for name, least in (("max_length", 2), ("min_supervised", 1), ("limit", 0), ("workers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"data.{name} is {getattr(self, name)}, expected at least {least}")
+        self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        try:
+            more = json.loads(self.template_args or "{}")
+        except ValueError as error:
+            raise ValueError(f"data.template_args is not JSON ({error})") from None
+        if not isinstance(more, dict):
+            raise ValueError(f"data.template_args is {self.template_args}, expected a JSON object")
+        named = {n: getattr(self, n) for n in ("enable_thinking", "preserve_thinking")}
+        return {**more, **{name: value for name, value in named.items() if value is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +140,9 @@ class ExtractConfig:
     codec: Literal["lossless", "bf16", "ecsq", "fp8"] = "lossless"
     """How states are stored: lossless 10.7 bits a value, bf16 16, ecsq 5.6 (lossy), fp8 7 (lossy, for comparison)."""
     ecsq: EcsqConfig = field(default_factory=EcsqConfig)
+    last_hidden: bool = False
+    """Store the residual stream after the target's last layer too, where the next token is supervised: for KD losses
+    and probabilistic tau. The target then runs all of its layers."""
     shard_mib: int = 2048
     """Approximate size of a shard; also the work a crash can cost, per worker."""
     batching: Literal["packed", "padded"] = "packed"

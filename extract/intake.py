@@ -11,12 +11,11 @@ from dflash_offline.extract import plan as plans
 from dflash_offline.extract.config import DataConfig
 from dflash_offline.extract.dataset import Row, Skip, SkipRow, read_rows
 from dflash_offline.extract.render import Renderer, render
+from dflash_offline.shards.build import SKIPPED
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
-from dflash_offline.shards.keys import eligible_anchors, prompt_key, sample_key
+from dflash_offline.shards.keys import eligible_anchors, keys_hash, prompt_key, sample_key
 from dflash_offline.shards.writer import Identity
-
-SKIPPED = "skipped.jsonl"
 
 
 @dataclass(kw_only=True)
@@ -111,7 +110,7 @@ def make_plan(
         files=files,
         rows=intake.rows,
         skipped=dict(intake.skipped),
-        keys=plans.keys_hash(list(intake.seen)),
+        keys=keys_hash(list(intake.seen)),
         tokens_files={**(old.tokens_files if old else {}), **({name: tokens_hash} if tasks else {})},
         tasks=[*(old.tasks if old else []), *tasks],
     )

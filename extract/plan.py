@@ -98,11 +98,6 @@ def write(folder: Path, plan: Plan) -> None:
     write_json(folder / FOLDER / "plan.json", asdict(plan))
 
 
-def keys_hash(keys: list[str]) -> str:
-    """Identity of a set of samples, whatever their order."""
-    return blake2b("".join(sorted(keys)).encode(), digest_size=16).hexdigest()
-
-
 def task_hash(settings: dict[str, Any], keys: list[str]) -> str:
     """Identity of a task: what is computed, on what, in which order."""
     text = repr(sorted(settings.items())) + "".join(keys)

@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +13,7 @@ import xxhash
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract import pool
 from dflash_offline.extract.config import ExtractConfig
-from dflash_offline.extract.intake import SKIPPED, make_plan
+from dflash_offline.extract.intake import make_plan
 from dflash_offline.extract.layers import choose_layers
 from dflash_offline.extract.render import MASK_RULE, Renderer, make_renderer
 from dflash_offline.extract.target import (
@@ -27,14 +25,15 @@ from dflash_offline.extract.target import (
     tokenizer_facts,
     write_target_folder,
 )
-from dflash_offline.extract.task import codec_info, compute_dtype, is_done, skips_path
-from dflash_offline.shards import index, manifest
-from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER
+from dflash_offline.extract.task import codec_info, compute_dtype, skips_path
+from dflash_offline.shards import calibration, codecs, index, manifest
+from dflash_offline.shards.build import SKIPPED, claim, finish, is_done
+from dflash_offline.shards.cache import TARGET_FOLDER
+from dflash_offline.shards.calibration import CODEC_FILE
 from dflash_offline.shards.errors import RunError, UsageError
-from dflash_offline.shards.files import atomic_file, file_hash, take_lock
-from dflash_offline.shards.layout import read_schema
+from dflash_offline.shards.files import atomic_file, file_hash
+from dflash_offline.shards.manifest import CodecInfo
 
-LOCK = ".lock"
 VERSIONS = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "triton")
 
 
@@ -54,10 +53,10 @@ def run(config: ExtractConfig) -> int:
     check(target, max(layers), config.batching == "packed")
     renderer = _renderer(target, config)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
-    task_tokens = max(1, config.shard_mib * 2**20 // (2 * len(layers) * target.config.hidden_size))
-    with _claim(config.cache):
+    task_tokens = _task_tokens(config, len(layers) * target.config.hidden_size)
+    with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER)):
         plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
-        todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t)]
+        todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t.hash)]
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
         if not todo and old is not None and _is_whole(config.cache, old, plan):
             print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
@@ -79,6 +78,12 @@ def run(config: ExtractConfig) -> int:
         lost = _finish(config, progress.draft, plan, target, old)
     print(f"{config.cache}: complete, {sum(t.samples for t in plan.tasks)} samples; this run: {progress.summary()}")
     return 3 if lost else 0
+
+
+def _task_tokens(config: ExtractConfig, values: int) -> int:
+    """Tokens of a shard: as many as fill shard_mib at the codec's usual rate."""
+    bits = codecs.nominal_bits(config.codec, config.codec_parameters())
+    return max(1, int(config.shard_mib * 2**23 / (bits * values)))
 
 
 def _is_whole(cache: Path, info: manifest.Manifest, plan: plans.Plan) -> bool:
@@ -141,46 +146,12 @@ def _settings(
         "data.max_length": config.data.max_length,
         "data.generation": config.data.generation,
         "codec": config.codec,
+        "last_hidden": config.last_hidden,
         **{f"{config.codec}.{name}": value for name, value in config.codec_parameters().items()},
         "batching": config.batching,
         "token_budget": config.token_budget,
         "shard_mib": config.shard_mib,
     }
-
-
-@contextmanager
-def _claim(cache: Path) -> Iterator[None]:
-    """Hold the cache folder for this process; the kernel drops the lock of a process that died."""
-    if cache.exists() and not cache.is_dir():
-        raise UsageError(f"{cache}: is a file; expected a folder for the cache")
-    ours = (cache / LOCK).is_file() or (cache / manifest.NAME).is_file()
-    if cache.is_dir() and not ours and (found := sorted(p.name for p in cache.iterdir())):
-        raise UsageError(f"{cache}: holds {found[0]} and is not a cache; choose an empty or new folder")
-    missing = [p for p in (cache, *cache.parents) if not p.exists()]
-    try:
-        for folder in (cache, cache / index.SHARDS_FOLDER, cache / plans.FOLDER):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{cache}: {error.strerror}; expected a folder that can be written") from None
-    try:
-        yield from _hold(cache)
-    except UsageError:
-        if not (cache / plans.FOLDER / "plan.json").is_file() and not ours:
-            # Refused before anything was planned: leave no trace of the attempt.
-            for path in (cache / LOCK, cache / SKIPPED):
-                path.unlink(missing_ok=True)
-            for folder in (cache / index.SHARDS_FOLDER, cache / plans.FOLDER, *missing):
-                with suppress(OSError):
-                    folder.rmdir()
-        raise
-
-
-def _hold(cache: Path) -> Iterator[None]:
-    with (cache / LOCK).open("a+") as lock:
-        take_lock(lock, cache)
-        for leftover in (*cache.glob("*.tmp"), *cache.glob("*/*.tmp")):
-            leftover.unlink()
-        yield
 
 
 def _draft(
@@ -198,7 +169,13 @@ def _draft(
         complete=False,
         layer_ids=list(layers),
         hidden_size=target.config.hidden_size,
-        codec=codec_info(config, ""),
+        codec=CodecInfo(
+            name=config.codec,
+            version=codecs.CODECS[config.codec].version,
+            parameters=config.codec_parameters(),
+            calibration="",
+        ),
+        last_hidden=config.last_hidden,
         settings=settings,
         target={
             "path": target.name,
@@ -222,42 +199,17 @@ def _finish(
     Raises RunError when shards, calibration or weights are not all of one making.
     """
     cache = config.cache
-    codec = codec_info(config, file_hash(cache / CODEC_FILE))
-    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(codec, draft.layer_ids).items()}
     files = full_hashes(target)
     if old is not None and old.target.get("files", files) != files:
         raise RunError(f"{target.folder}: other weights than the cache was begun with; restore them, or start anew")
-    shards = index.scan(cache)
-    wanted = {index.shard_name(n): t.hash for n, t in enumerate(plan.tasks)}
-    for shard, trailer in shards:
-        if wanted.get(shard.name) != shard.task:
-            raise RunError(f"{cache / shard.name}: not a shard of this plan; move it away and rerun")
-        with (cache / shard.name).open("rb") as file:
-            if read_schema(file, trailer, str(cache / shard.name)).metadata != metadata:
-                raise RunError(
-                    f"{cache / shard.name}: written with another {CODEC_FILE}; restore that file, or remove the shard"
-                )
-    table = index.build(shards)
-    lost = [line for name in wanted if (p := skips_path(cache / name)).is_file() for line in p.read_text().splitlines()]
+    tasks = {index.shard_name(n): t.hash for n, t in enumerate(plan.tasks)}
+    lost = [line for name in tasks if (p := skips_path(cache / name)).is_file() for line in p.read_text().splitlines()]
     if lost:
         kept = [line for line in (cache / SKIPPED).read_text().splitlines() if line not in set(lost)]
         with atomic_file(cache / SKIPPED) as file:
             file.write("".join(line + "\n" for line in [*kept, *lost]).encode())
-    modes = table.column("response").unique().to_pylist()
-    counts = {"lost": len(lost), "samples": len(table), "tokens": sum(table.column("tokens").to_pylist())}
-    manifest.write(
-        cache,
-        replace(
-            draft,
-            complete=True,
-            codec=codec,
-            target={**draft.target, "files": files},
-            generation=modes[0] if len(modes) == 1 else "mixed",
-            dataset={**draft.dataset, **counts, "keys": plans.keys_hash(table.column("key").to_pylist())},
-            shards=[shard for shard, _ in shards],
-            index=index.write(cache, table),
-        ),
-    )
+    draft = replace(draft, codec=codec_info(config, cache), target={**draft.target, "files": files})
+    finish(cache, draft, tasks, {"lost": len(lost)})
     return len(lost)
 
 
@@ -284,7 +236,8 @@ class Progress:
         """Count a finished task and say so."""
         if self._first:
             print(f"kernels: {report.kernels}")
-            codec = replace(self.draft.codec, calibration=file_hash(self._cache / CODEC_FILE))
+            codec = self.draft.codec
+            codec = calibration.info(self._cache, codec.name, codec.parameters)
             self.draft = replace(self.draft, kernels=report.kernels, codec=codec)
             manifest.write(self._cache, self.draft)
         self._first = False

@@ -8,42 +8,29 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 import xxhash
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.shards import calibration, index, manifest
+from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash
-from dflash_offline.shards.frames import decode_frame, is_sound, spans
+from dflash_offline.shards.frames import allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
-from dflash_offline.shards.layout import SAMPLE_SCHEMA
+from dflash_offline.shards.layout import read_sample, read_trailer
+from dflash_offline.shards.sample import Encoded, Sample, unpack_sample
 
 OPEN_FILES = 32
-CODEC_FILE = "codec.safetensors"
 TARGET_FOLDER = "target"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One sample as the target saw it."""
-
-    key: str
-    input_ids: NDArray[np.int32]
-    """[T]"""
-    loss_mask: NDArray[np.uint8]
-    """[T], 1 where the token is supervised."""
-    states: Tensor
-    """bf16 [T, L * D], private memory."""
 
 
 class Cache:
@@ -134,14 +121,10 @@ class Cache:
         return self.index.column("anchors").to_numpy()
 
     @cached_property
-    def codec(self) -> codecs.Codec:
-        """The codec the frames were written with. Raises CorruptError when its calibration file changed."""
-        info, path = self.manifest.codec, self.path / CODEC_FILE
-        if not path.is_file() or file_hash(path) != info.calibration:
-            raise CorruptError(f"{path}: missing or changed; expected xxh3 {info.calibration}")
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return codecs.restore(info.name, info.version, info.parameters, tensors, len(self.layer_ids), self.hidden_size)
+    def codec(self) -> Calibrated:
+        """The codecs the frames were written with. Raises CorruptError when their calibration file changed."""
+        m = self.manifest
+        return calibration.read(self.path, m.codec, len(m.layer_ids), m.hidden_size, m.last_hidden)
 
     @cached_property
     def target_config(self) -> dict[str, Any]:
@@ -164,25 +147,25 @@ class Cache:
 
     def read(self, number: int) -> Sample:
         """Read and decode one sample. Raises CorruptError naming shard, frame and sample key."""
+        return self.read_encoded(number).decode(self.codec)
+
+    def read_encoded(self, number: int, allocate: Callable[[int], Tensor] = allocate_bytes) -> Encoded:
+        """Read, verify and entropy-decode one sample into one buffer of `allocate(bytes)`, pinned for instance.
+
+        `Encoded.decode(cache.codec)` makes the states of it. Raises CorruptError naming shard, frame and sample key.
+        """
         row = self.row(number)
-        batch = self.read_batch(row)
-        ids = np.array(batch.column("input_ids").values, dtype=np.int32)
-        mask = np.array(batch.column("loss_mask").values, dtype=np.uint8)
-        if sample_key(ids, mask) != row["key"]:
-            raise CorruptError(f"{self._where(row)}: holds another sample than the index says")
-        frames = batch.column("frames").values
-        out = torch.empty(len(ids), len(self.layer_ids) * self.hidden_size, dtype=torch.bfloat16)
-        pieces = list(spans(len(ids)))
-        if len(pieces) != len(frames):
-            raise CorruptError(
-                f"{self._where(row)}: {len(frames)} frames, expected {len(pieces)} for {len(ids)} tokens"
-            )
-        for i, (start, stop) in enumerate(pieces):
-            try:
-                out[start:stop] = decode_frame(self.codec, memoryview(frames[i].as_buffer()), stop - start)
-            except CorruptError as error:
-                raise CorruptError(f"{self._where(row)}: frame {i}: {error}") from None
-        return Sample(key=row["key"], input_ids=ids, loss_mask=mask, states=out)
+        try:
+            batch = self.read_batch(row)
+            ids = np.array(batch.column("input_ids").values, dtype=np.int32)
+            mask = np.array(batch.column("loss_mask").values, dtype=np.uint8)
+            if len(ids) != len(mask) or sample_key(ids, mask) != row["key"]:
+                raise CorruptError("holds another sample than the index says")
+            frames = _buffers(batch.column("frames"))
+            last = _buffers(batch.column("last_frames")) if self.manifest.last_hidden else []
+            return unpack_sample(row["key"], ids, mask, frames, last, self.codec, allocate)
+        except CorruptError as error:
+            raise CorruptError(f"{self._where(row)}: {error}") from None
 
     def row(self, number: int) -> dict[str, Any]:
         """The index row of sample `number`."""
@@ -192,8 +175,8 @@ class Cache:
         """The sample's record batch, after its message hash was checked."""
         message = self._pread(row["shard"], row["offset"], row["length"])
         if xxhash.xxh3_64_intdigest(message) != row["xxh3"]:
-            raise CorruptError(f"{self._where(row)}: {_blame(row, memoryview(message))}")
-        return pa.ipc.read_record_batch(pa.py_buffer(message), SAMPLE_SCHEMA)
+            raise CorruptError(self._blame(row, memoryview(message)))
+        return read_sample(message, self.manifest.last_hidden)
 
     def _where(self, row: dict[str, Any]) -> str:
         return f"{self.path / row['shard']}: row {row['row']}, sample {row['key']}"
@@ -221,6 +204,19 @@ class Cache:
         self._files.move_to_end(shard)
         return self._files[shard]
 
+    def _blame(self, row: dict[str, Any], message: memoryview) -> str:
+        """Which frame a damaged message is damaged in, from the frame ranges in the shard's trailer."""
+        try:
+            with (self.path / row["shard"]).open("rb") as file:
+                ranges = read_trailer(file, row["shard"]).index.slice(row["row"], 1).to_pylist()[0]
+        except CorruptError as error:
+            return f"checksum differs, and {error}"
+        for i, (offset, length) in enumerate(zip(ranges["frame_offsets"], ranges["frame_lengths"], strict=True)):
+            at = offset - row["offset"]
+            if not is_sound(message[at : at + length]):
+                return f"frame {i}: checksum differs"
+        return "checksum differs outside the frames (ids, mask or metadata)"
+
     def close(self) -> None:
         """Close all shards."""
         with self._lock:
@@ -228,10 +224,5 @@ class Cache:
                 os.close(self._files.popitem()[1])
 
 
-def _blame(row: dict[str, Any], message: memoryview) -> str:
-    """Which frame a damaged message is damaged in, from the index's frame ranges."""
-    for i, (offset, length) in enumerate(zip(row["frame_offsets"], row["frame_lengths"], strict=True)):
-        at = offset - row["offset"]
-        if not is_sound(message[at : at + length]):
-            return f"frame {i}: checksum differs"
-    return "checksum differs outside the frames (ids, mask or metadata)"
+def _buffers(column: pa.Array) -> list[memoryview]:
+    return [memoryview(value.as_buffer()) for value in column.values]

@@ -47,21 +47,30 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write `values` with a checksum of themselves, atomically, readable by a person."""
     with atomic_file(path) as file:
-        file.write(json.dumps({**values, "checksum": _checksum(values)}, indent=1, ensure_ascii=False).encode())
+        file.write(seal(values).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote. Raises CorruptError when it is cut or changed, FileNotFoundError when absent."""
-    raw = path.read_bytes()
+    return unseal(path.read_bytes(), str(path))
+
+
+def seal(values: dict[str, Any]) -> str:
+    """`values` as JSON with a checksum of themselves."""
+    return json.dumps({**values, "checksum": _checksum(values)}, indent=1, ensure_ascii=False)
+
+
+def unseal(raw: bytes, where: str) -> dict[str, Any]:
+    """Inverse of `seal`. Raises CorruptError naming `where`."""
     try:
         values = json.loads(raw)
         found = values.pop("checksum")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptError(
-            f"{path}: not readable ({len(raw)} bytes: {error}); restore it, or delete it and rerun the same command"
+            f"{where}: not readable ({len(raw)} bytes: {error}); restore it, or delete it and rerun the same command"
         ) from None
     if found != _checksum(values):
-        raise CorruptError(f"{path}: checksum is {_checksum(values)}, expected {found}; it was changed after writing")
+        raise CorruptError(f"{where}: checksum is {_checksum(values)}, expected {found}; it was changed after writing")
     return values
 
 

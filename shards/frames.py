@@ -17,6 +17,7 @@ reader allocate more than a frame's worth.
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,16 +96,20 @@ def pack(codec: Codec, planes: Sequence[Tensor], tokens: int) -> bytes:
     return b"".join([*parts, _SUM.pack(digest.intdigest())])
 
 
-def _bytes(size: int) -> Tensor:
+def allocate_bytes(size: int) -> Tensor:
+    """Ordinary memory: uint8 [size]."""
     return torch.empty(size, dtype=torch.uint8)
 
 
-def unpack(codec: Codec, frame: memoryview, tokens: int, allocate: Callable[[int], Tensor] = _bytes) -> list[Tensor]:
-    """A frame's planes as uint8 tensors on the CPU, sound and consistent: what `codec.decode` may trust.
+class Layout(NamedTuple):
+    """Where the planes of a checked frame lie: raw and stored bytes of each, one after the other from `start`."""
 
-    `allocate(size)` gives the memory that a plane is decompressed into, pinned for instance; 4-byte aligned.
-    Raises CorruptError; the caller adds shard, frame and sample.
-    """
+    start: int
+    sizes: list[tuple[int, int]]
+
+
+def inspect(codec: Codec, frame: memoryview, tokens: int) -> Layout:
+    """Check a frame's checksum and sizes before anything is allocated. Raises CorruptError."""
     if not is_sound(frame):
         raise CorruptError("checksum differs")
     allowed = codec.plane_bytes(tokens)
@@ -117,8 +122,26 @@ def unpack(codec: Codec, frame: memoryview, tokens: int, allocate: Callable[[int
             raise CorruptError(f"plane {i} says {raw} bytes, {stored} stored; expected {_describe(sizes_allowed)}")
     if at + sum(stored for _, stored in sizes) + _SUM.size != len(frame):
         raise CorruptError(f"planes of {[stored for _, stored in sizes]} bytes do not fill a frame of {len(frame)}")
-    planes = []
-    for (raw, stored), compressed in zip(sizes, codec.compressed, strict=True):
+    return Layout(at, sizes)
+
+
+def unpack(
+    codec: Codec, frame: memoryview, tokens: int, allocate: Callable[[int], Tensor] = allocate_bytes
+) -> list[Tensor]:
+    """A frame's planes as uint8 tensors on the CPU, sound and consistent: what `codec.decode` may trust.
+
+    `allocate(size)` gives the memory that a plane is decompressed into, pinned for instance; 4-byte aligned.
+    Raises CorruptError; the caller adds shard, frame and sample.
+    """
+    return inflate(codec, frame, tokens, inspect(codec, frame, tokens), allocate)
+
+
+def inflate(
+    codec: Codec, frame: memoryview, tokens: int, layout: Layout, allocate: Callable[[int], Tensor]
+) -> list[Tensor]:
+    """`unpack` of a frame that was inspected."""
+    planes, at = [], layout.start
+    for (raw, stored), compressed in zip(layout.sizes, codec.compressed, strict=True):
         plane = allocate(raw)
         data = frame[at : at + stored]
         if compressed:

@@ -1,10 +1,12 @@
 """index.parquet: one row a sample, so that planning and training open no shard. Rebuilt from trailers alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_offline.shards import manifest
 from dflash_offline.shards.errors import CorruptError
 from dflash_offline.shards.files import atomic_file, file_hash
 from dflash_offline.shards.layout import INDEX_SCHEMA, Trailer, read_trailer
@@ -12,6 +14,7 @@ from dflash_offline.shards.manifest import Manifest, ShardInfo
 
 NAME = "index.parquet"
 SHARDS_FOLDER = "shards"
+MANIFEST_KEY = b"manifest"
 SCHEMA = INDEX_SCHEMA.insert(0, pa.field("shard", pa.string(), nullable=False))
 
 
@@ -39,24 +42,40 @@ def build(shards: list[tuple[ShardInfo, Trailer]]) -> pa.Table:
     return pa.concat_tables([SCHEMA.empty_table(), *parts]).combine_chunks()
 
 
-def write(folder: Path, table: pa.Table) -> dict[str, object]:
-    """Write index.parquet atomically. Returns what the manifest records of it."""
+def publish(folder: Path, info: Manifest, table: pa.Table) -> Manifest:
+    """Write index.parquet and then the manifest that says complete, both atomically. Returns that manifest.
+
+    The index carries the manifest as metadata, so that either of the two can be rebuilt when it is lost.
+    """
+    info = replace(info, complete=True, index={})
     with atomic_file(folder / NAME) as file:
+        table = table.replace_schema_metadata({MANIFEST_KEY: manifest.dumps(info)})
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-    return {"rows": len(table), "xxh3": file_hash(folder / NAME)}
+    info = replace(info, index={"rows": len(table), "xxh3": file_hash(folder / NAME)})
+    manifest.write(folder, info)
+    return info
 
 
-def load(folder: Path, manifest: Manifest) -> pa.Table:
-    """index.parquet checked against the manifest; for an incomplete cache, the rows of the shards finished so far."""
-    if not manifest.complete:
+def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
+    """index.parquet checked against the manifest; for an incomplete cache, the rows of the shards finished so far.
+
+    Frame ranges are half of the index and only needed to compare it with the trailers: `ranges` asks for them.
+    """
+    if not info.complete:
         return build(scan(folder))
     path = folder / NAME
     hint = "rerun the same `dflash-extract run` to rebuild it"
     if not path.is_file():
         raise CorruptError(f"{path}: missing; {hint}")
-    if file_hash(path) != manifest.index["xxh3"]:
+    if file_hash(path) != info.index["xxh3"]:
         raise CorruptError(f"{path}: changed or cut ({path.stat().st_size} bytes); {hint}")
-    table = pq.read_table(path, schema=SCHEMA)
-    if len(table) != manifest.index["rows"]:
-        raise CorruptError(f"{path}: {len(table)} rows, the manifest says {manifest.index['rows']}; {hint}")
+    try:
+        table = pq.read_table(path, columns=None if ranges else [n for n in SCHEMA.names if not n.startswith("frame_")])
+    except (pa.ArrowException, OSError) as error:  # its hash is right, so it was written so
+        raise CorruptError(f"{path}: not an index: {str(error).splitlines()[0]}; {hint}") from None
+    table = table.replace_schema_metadata()
+    if not table.schema.equals(pa.schema([SCHEMA.field(name) for name in table.schema.names])):
+        raise CorruptError(f"{path}: columns are {table.schema.names}, expected {SCHEMA.names}; {hint}")
+    if len(table) != info.index["rows"]:
+        raise CorruptError(f"{path}: {len(table)} rows, the manifest says {info.index['rows']}; {hint}")
     return table.combine_chunks()

@@ -31,3 +31,13 @@ def eligible_anchors(loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Positions a with mask[a] = mask[a+1] = 1: a block that starts there has at least one supervised slot."""
     on = loss_mask != 0
     return np.flatnonzero(on[:-1] & on[1:])
+
+
+def last_positions(loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Positions whose next token is supervised: those of which the last hidden state is stored."""
+    return np.flatnonzero(loss_mask[1:])
+
+
+def keys_hash(keys: list[str]) -> str:
+    """Identity of a set of samples, whatever their order."""
+    return blake2b("".join(sorted(keys)).encode(), digest_size=16).hexdigest()

@@ -49,6 +49,14 @@ SAMPLE_SCHEMA = pa.schema(
 )
 """One record batch of a shard. Each shard adds metadata (codec, layers, calibration hash) to it."""
 
+LAST_FRAMES = pa.field("last_frames", SAMPLE_SCHEMA.field("frames").type, nullable=False)
+
+
+def sample_schema(last_hidden: bool) -> pa.Schema:
+    """SAMPLE_SCHEMA, with the optional column of frames of the last hidden state."""
+    return SAMPLE_SCHEMA.append(LAST_FRAMES) if last_hidden else SAMPLE_SCHEMA
+
+
 INDEX_SCHEMA = pa.schema(
     [
         *IDENTITY,
@@ -63,7 +71,10 @@ INDEX_SCHEMA = pa.schema(
         pa.field("frame_lengths", pa.list_(pa.field("item", pa.int64(), nullable=False)), nullable=False),
     ]
 )
-"""One row of a trailer's index batch; index.parquet adds the shard's name. Offsets are absolute in the file."""
+"""One row of a trailer's index batch; index.parquet adds the shard's name. Offsets are absolute in the file.
+
+frame_offsets and frame_lengths list the frames of the states, then those of the last hidden state.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +155,18 @@ def read_schema(file: BinaryIO, trailer: Trailer, name: str) -> pa.Schema:
     if xxhash.xxh3_64_intdigest(data) != first.xxh3:
         raise CorruptError(f"{name}: schema message: checksum differs")
     schema = pa.ipc.read_schema(pa.py_buffer(data))
-    if not schema.remove_metadata().equals(SAMPLE_SCHEMA):
+    if not any(schema.remove_metadata().equals(sample_schema(last)) for last in (False, True)):
         raise CorruptError(f"{name}: columns are {schema.names}, expected {SAMPLE_SCHEMA.names}")
     return schema
+
+
+def read_sample(message: bytes, last_hidden: bool) -> pa.RecordBatch:
+    """A record batch message whose hash was checked. Raises CorruptError when it is none of ours."""
+    try:
+        batch = pa.ipc.read_record_batch(pa.py_buffer(message), sample_schema(last_hidden))
+        batch.validate(full=True)  # a forged message may pass its hash, and its offsets point anywhere
+    except pa.ArrowException as error:
+        raise CorruptError(f"not a sample: {str(error).splitlines()[0]}") from None
+    if len(batch) != 1:
+        raise CorruptError(f"{len(batch)} rows in a message, expected 1")
+    return batch

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_offline.shards.command import structure
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.shards.files import read_json, write_json
+from dflash_offline.shards.files import read_json, seal, unseal, write_json
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -50,6 +50,8 @@ class Manifest:
     layer_ids: list[int]
     hidden_size: int
     convention: str = CONVENTION
+    last_hidden: bool = False
+    """The residual stream after the target's last layer is stored too, where the next token is supervised."""
     codec: CodecInfo
     settings: dict[str, Any]
     """Every value that decides the bytes, by dotted name."""
@@ -81,6 +83,16 @@ def shard_metadata(codec: CodecInfo, layer_ids: Sequence[int]) -> dict[str, str]
 def write(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically."""
     write_json(folder / NAME, asdict(manifest))
+
+
+def dumps(manifest: Manifest) -> str:
+    """The manifest as text that `loads` checks."""
+    return seal(asdict(manifest))
+
+
+def loads(text: bytes, where: str) -> Manifest:
+    """Inverse of `dumps`. Raises CorruptError."""
+    return structure(Manifest, unseal(text, where), where)
 
 
 def read(folder: Path) -> Manifest:

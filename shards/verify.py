@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import pyarrow as pa
 import xxhash
 
-from dflash_offline.shards import index, manifest
-from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER
+from dflash_offline.shards import calibration, index, manifest
+from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import is_sound, spans
-from dflash_offline.shards.keys import eligible_anchors, prompt_key, sample_key
-from dflash_offline.shards.layout import SAMPLE_SCHEMA, Trailer, read_schema, read_trailer
+from dflash_offline.shards.keys import eligible_anchors, last_positions, prompt_key, sample_key
+from dflash_offline.shards.layout import Trailer, read_sample, read_schema, read_trailer
 from dflash_offline.shards.manifest import Manifest, ShardInfo
 
 
@@ -42,12 +41,13 @@ def verify(folder: Path, threads: int) -> Findings:
         info = manifest.read(folder)
     except CorruptError as error:
         return Findings(faults=[str(error)], shards=0, samples=0, tokens=0, bytes=0)
+    last_hidden = info.last_hidden
     faults = [*_check_side_files(folder, info), *_check_names(folder, info)]
     shards = info.shards if info.complete else _finished(folder)
     present = [s for s in shards if (folder / s.name).is_file()]
     metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
     with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(lambda s: _check_shard(folder / s.name, s, metadata), present))
+        results = list(pool.map(lambda s: _check_shard(folder / s.name, s, metadata, last_hidden), present))
     trailers = [t for _, t in results]
     for shard_faults, _ in results:
         faults += shard_faults
@@ -64,7 +64,7 @@ def verify(folder: Path, threads: int) -> Findings:
 
 
 def _check_side_files(folder: Path, info: Manifest) -> Iterator[str]:
-    files = {CODEC_FILE: info.codec.calibration}
+    files = {calibration.CODEC_FILE: info.codec.calibration}
     files |= {f"{TARGET_FOLDER}/{name}": digest for name, digest in info.target.get("copied", {}).items()}
     for name, digest in files.items():
         if not (folder / name).is_file():
@@ -94,7 +94,7 @@ def _check_names(folder: Path, info: Manifest) -> Iterator[str]:
 
 def _check_index(folder: Path, info: Manifest, trailers: list[Trailer | None]) -> Iterator[str]:
     try:
-        table = index.load(folder, info)
+        table = index.load(folder, info, ranges=True)
     except CorruptError as error:
         yield str(error)
         return
@@ -103,7 +103,9 @@ def _check_index(folder: Path, info: Manifest, trailers: list[Trailer | None]) -
         yield f"{folder / index.NAME}: differs from the shards' trailers; delete it and rerun `dflash-extract run`"
 
 
-def _check_shard(path: Path, info: ShardInfo, metadata: dict[bytes, bytes]) -> tuple[list[str], Trailer | None]:
+def _check_shard(
+    path: Path, info: ShardInfo, metadata: dict[bytes, bytes], last_hidden: bool
+) -> tuple[list[str], Trailer | None]:
     """All faults of one shard, and its trailer if that is sound."""
     try:
         with path.open("rb") as file:
@@ -117,31 +119,37 @@ def _check_shard(path: Path, info: ShardInfo, metadata: dict[bytes, bytes]) -> t
                     faults.append(f"{path}: written with another codec, calibration or layers than the manifest says")
             except CorruptError as error:
                 faults.append(str(error))
-            faults += [f"{path}: {fault}" for fault in _check_samples(file, trailer)]
+            faults += [f"{path}: {fault}" for fault in _check_samples(file, trailer, last_hidden)]
             return faults, trailer
     except (RunError, OSError) as error:
         return [str(error)], None
 
 
-def _check_samples(file: BinaryIO, trailer: Trailer) -> Iterator[str]:
+def _check_samples(file: BinaryIO, trailer: Trailer, last_hidden: bool) -> Iterator[str]:
     for row, message in zip(trailer.index.to_pylist(), trailer.messages[1:], strict=True):
         where = f"row {row['row']}, sample {row['key']}"
         data = os.pread(file.fileno(), message.length, message.offset)
         if xxhash.xxh3_64_intdigest(data) != message.xxh3:
             yield f"{where}: checksum differs"
             continue
-        batch = pa.ipc.read_record_batch(pa.py_buffer(data), SAMPLE_SCHEMA)
+        try:
+            batch = read_sample(data, last_hidden)
+        except CorruptError as error:
+            yield f"{where}: {error}"
+            continue
         ids = batch.column("input_ids").values.to_numpy()
         mask = batch.column("loss_mask").values.to_numpy()
         found = (sample_key(ids, mask), prompt_key(ids, mask), len(ids), len(eligible_anchors(mask)))
         if found != (row["key"], row["prompt_key"], row["tokens"], row["anchors"]):
             yield f"{where}: ids and mask give key {found[0]}, {found[2]} tokens, {found[3]} anchors"
-        frames = batch.column("frames").values
-        if len(frames) != len(list(spans(len(ids)))):
-            yield f"{where}: {len(frames)} frames for {len(ids)} tokens"
-        for i, frame in enumerate(frames):
-            if not is_sound(memoryview(frame.as_buffer())):
-                yield f"{where}: frame {i}: checksum differs"
+        columns = [("frames", len(ids))] + ([("last_frames", len(last_positions(mask)))] if last_hidden else [])
+        for name, rows in columns:
+            frames = batch.column(name).values
+            if len(frames) != len(list(spans(rows))):
+                yield f"{where}: {len(frames)} {name} for {rows} tokens"
+            for i, frame in enumerate(frames):
+                if not is_sound(memoryview(frame.as_buffer())):
+                    yield f"{where}: {name} {i}: checksum differs"
 
 
 def describe(info: Manifest) -> str:

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from dflash_offline.shards.files import publish
 from dflash_offline.shards.keys import eligible_anchors
-from dflash_offline.shards.layout import END_OF_STREAM, INDEX_SCHEMA, SAMPLE_SCHEMA, Message, Trailer, pack_trailer
+from dflash_offline.shards.layout import (
+    END_OF_STREAM,
+    INDEX_SCHEMA,
+    LAST_FRAMES,
+    SAMPLE_SCHEMA,
+    Message,
+    Trailer,
+    pack_trailer,
+    sample_schema,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,36 +43,44 @@ class Identity:
 class ShardWriter:
     """Context manager. Leaving it without an error publishes the shard; an error leaves no file behind."""
 
-    def __init__(self, path: Path, *, task: str, metadata: dict[str, str]) -> None:
+    def __init__(self, path: Path, *, task: str, metadata: dict[str, str], last_hidden: bool = False) -> None:
         """`path` is the final name; `task` the hash of the task, 32 hex digits; `metadata` goes into the schema."""
         self._path = path
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         self._task = task
-        self._schema = SAMPLE_SCHEMA.with_metadata(metadata)
+        self._schema = sample_schema(last_hidden).with_metadata(metadata)
         self._messages: list[Message] = []
         self._rows: list[dict[str, object]] = []
         self._file = self._temporary.open("wb")
         self._put(self._schema.serialize())
 
     def append(
-        self, identity: Identity, input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], frames: Sequence[bytes]
+        self,
+        identity: Identity,
+        input_ids: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        frames: Sequence[bytes],
+        last_frames: Sequence[bytes] = (),
     ) -> None:
-        """Write one sample: ids [T], mask [T], and its frames in token order."""
+        """Write one sample: ids [T], mask [T], its frames in token order, and those of the last hidden state."""
         columns = asdict(identity)
+        coded = [frames, last_frames] if LAST_FRAMES.name in self._schema.names else [frames]
         batch = pa.record_batch(
             [
                 *(pa.array([columns[field.name]], field.type) for field in SAMPLE_SCHEMA if field.name in columns),
                 _one_list(pa.array(input_ids, pa.int32()), SAMPLE_SCHEMA.field("input_ids").type),
                 _one_list(pa.array(loss_mask, pa.uint8()), SAMPLE_SCHEMA.field("loss_mask").type),
-                _one_list(pa.array(frames, pa.large_binary()), SAMPLE_SCHEMA.field("frames").type),
+                *(_one_list(pa.array(part, pa.large_binary()), LAST_FRAMES.type) for part in coded),
             ],
             schema=self._schema,
         )
         buffer = batch.serialize()
         message = self._put(buffer)
-        stored = pa.ipc.read_record_batch(buffer, self._schema).column("frames").values
-        starts = np.frombuffer(stored.buffers()[1], np.int64, len(stored) + 1)
-        base = message.offset + stored.buffers()[2].address - buffer.address
+        stored = pa.ipc.read_record_batch(buffer, self._schema)
+        ranges = [
+            _ranges(stored.column(name).values, message.offset - buffer.address)
+            for name in ("frames", "last_frames")[: len(coded)]
+        ]
         self._rows.append(
             {
                 **columns,
@@ -74,8 +91,8 @@ class ShardWriter:
                 "offset": message.offset,
                 "length": message.length,
                 "xxh3": message.xxh3,
-                "frame_offsets": (base + starts[:-1]).tolist(),
-                "frame_lengths": np.diff(starts).tolist(),
+                "frame_offsets": [offset for offsets, _ in ranges for offset in offsets],
+                "frame_lengths": [length for _, lengths in ranges for length in lengths],
             }
         )
 
@@ -115,6 +132,14 @@ class ShardWriter:
             self._temporary.unlink(missing_ok=True)
             with suppress(OSError):
                 self._file.close()
+
+
+def _ranges(binaries: pa.Array, shift: int) -> tuple[list[int], list[int]]:
+    """Offset and length in the file of every binary; `shift` takes an address in memory to an offset in the file."""
+    if not len(binaries):
+        return [], []
+    starts = np.frombuffer(binaries.buffers()[1], np.int64, len(binaries) + 1)
+    return (shift + binaries.buffers()[2].address + starts[:-1]).tolist(), np.diff(starts).tolist()
 
 
 def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from targets import write_chats, write_rows, write_target
+from transformers import AutoModelForCausalLM
 
 from dflash_offline.extract.cli import main
 from dflash_offline.shards.cache import Cache
@@ -174,16 +175,30 @@ def test_order_is_free_supersets_extend_and_losses_are_refused(site: Path, tmp_p
 
 
 def test_codecs_and_batchings_store_the_same_states(site: Path, tmp_path: Path) -> None:
+    # One shard each: a shard's tokens depend on the codec, and what is packed together on the shard.
+    found = {}
+    for name, changes in {"exact": {}, "raw": {"codec": "bf16"}, "padded": {"batching": "padded"}}.items():
+        assert extract(*arguments(site, tmp_path / name, **{"shard-mib": 64}, **changes)).returncode == 0
+        found[name] = states(tmp_path / name)
+        assert found[name].keys() == found["exact"].keys()
+    for key, value in found["exact"].items():
+        assert torch.equal(found["raw"][key], value)
+        torch.testing.assert_close(found["padded"][key].float(), value.float(), rtol=2**-7, atol=1e-4)
+
+
+def test_the_last_hidden_state_gives_the_target_s_own_logits(site: Path, tmp_path: Path) -> None:
+    """Stored where the next token is supervised, before the final norm; the other states do not change."""
+    assert extract(*arguments(site, tmp_path / "c", last_hidden="True")).returncode == 0
+    cache, net = Cache(tmp_path / "c"), AutoModelForCausalLM.from_pretrained(site / "t").float().eval()
     want = states(site / "cache")
-    for name, changes in {"raw": {"codec": "bf16"}, "padded": {"batching": "padded"}}.items():
-        assert extract(*arguments(site, tmp_path / name, **changes)).returncode == 0
-        found = states(tmp_path / name)
-        assert found.keys() == want.keys()
-        for key, value in want.items():
-            if name == "raw":
-                assert torch.equal(found[key], value)
-            else:
-                torch.testing.assert_close(found[key].float(), value.float(), rtol=2**-7, atol=1e-4)
+    for i in range(5):
+        sample = cache.read(i)
+        assert torch.equal(sample.states, want[sample.key]) and sample.last_hidden is not None
+        with torch.inference_mode():
+            logits = net(input_ids=torch.from_numpy(sample.input_ids)[None].long()).logits[0]
+            at = torch.from_numpy(sample.loss_mask[1:]).bool()
+            found = net.lm_head(net.model.norm(sample.last_hidden.float()))
+        torch.testing.assert_close(found, logits[:-1][at], rtol=0.02, atol=0.02 * float(logits.std()))
 
 
 def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:

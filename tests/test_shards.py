@@ -1,6 +1,5 @@
 """The format: what is written is what is read, and every fault is reported by name."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +55,10 @@ def test_lossless_is_smaller_than_raw() -> None:
     assert size["lossless"] < 0.72 * size["bf16"]
 
 
+@pytest.mark.parametrize("last_hidden", [False, True])
 @pytest.mark.parametrize("codec", list(codecs.CODECS))
-def test_cache_reads_back_every_sample(tmp_path: Path, codec: str) -> None:
-    written = write_cache(tmp_path / "c", samples=7, codec=codec)
+def test_cache_reads_back_every_sample(tmp_path: Path, codec: str, last_hidden: bool) -> None:
+    written = write_cache(tmp_path / "c", samples=7, codec=codec, last_hidden=last_hidden)
     cache = Cache(tmp_path / "c")
     assert len(cache) == 7 and cache.tokens.tolist() == [len(w.input_ids) for w in written]
     for i in (3, 0, 6, 3):
@@ -67,6 +67,10 @@ def test_cache_reads_back_every_sample(tmp_path: Path, codec: str) -> None:
         assert np.array_equal(sample.loss_mask, written[i].loss_mask)
         near = {"ecsq": 0.1, "fp8": 0.3}.get(codec, 0)
         assert torch.allclose(sample.states, written[i].states, rtol=0, atol=near)
+        assert (sample.last_hidden is not None) == last_hidden
+        if sample.last_hidden is not None:
+            assert len(sample.last_hidden) == sample.loss_mask[1:].sum()
+            assert torch.allclose(sample.last_hidden, written[i].last_hidden, rtol=0, atol=near)
         sample.states.mul_(2)  # private memory: writing to it is allowed and reaches no file
     assert verify(tmp_path / "c", threads=2).faults == []
 
@@ -97,13 +101,14 @@ def test_a_stranger_reads_the_cache_from_the_documentation(tmp_path: Path, codec
 
 def test_index_is_rebuilt_from_trailers_alone(tmp_path: Path) -> None:
     write_cache(tmp_path / "c", samples=5)
-    assert index.build(index.scan(tmp_path / "c")).equals(Cache(tmp_path / "c").index)
+    stored = index.load(tmp_path / "c", manifest.read(tmp_path / "c"), ranges=True)
+    assert index.build(index.scan(tmp_path / "c")).equals(stored)
 
 
-@pytest.mark.parametrize("codec", ["lossless", "ecsq"])
-def test_every_flipped_bit_and_cut_is_reported(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "last_hidden"), [("lossless", False), ("ecsq", True)])
+def test_every_flipped_bit_and_cut_is_reported(tmp_path: Path, codec: str, last_hidden: bool) -> None:
     """Any byte of any file: `verify` names the file; a read raises, never returns other numbers."""
-    write_cache(tmp_path / "c", samples=3, codec=codec)
+    write_cache(tmp_path / "c", samples=3, codec=codec, last_hidden=last_hidden)
     rng = np.random.default_rng(0)
     for path in sorted(p for p in (tmp_path / "c").rglob("*") if p.is_file()):
         good = path.read_bytes()
@@ -123,10 +128,10 @@ def test_every_flipped_bit_and_cut_is_reported(tmp_path: Path, codec: str) -> No
 def test_a_flipped_bit_names_shard_frame_and_sample(tmp_path: Path) -> None:
     written = write_cache(tmp_path / "c", samples=3, tokens=300)
     cache = Cache(tmp_path / "c")
-    row = cache.row(1)
-    path = tmp_path / "c" / row["shard"]
+    path = tmp_path / "c" / cache.row(1)["shard"]
+    ranges = index.load(tmp_path / "c", cache.manifest, ranges=True).column("frame_offsets")[1].as_py()
     data = bytearray(path.read_bytes())
-    data[row["frame_offsets"][2] + 40] ^= 4
+    data[ranges[2] + 40] ^= 4
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=rf"00000000.arrow: row 1, sample {written[1].key}: frame 2: checksum"):
         cache.read(1)
@@ -202,8 +207,7 @@ def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
             file.write(data[row["offset"] : row["offset"] + row["length"]])
     at = table.schema.get_field_index("offset")
     table = table.set_column(at, table.schema.field(at), pa.array(places, pa.int64()))
-    values = manifest.read(tmp_path / "c")
-    manifest.write(tmp_path / "c", replace(values, index=index.write(tmp_path / "c", table)))
+    index.publish(tmp_path / "c", manifest.read(tmp_path / "c"), table)
     cache = Cache(tmp_path / "c")
     for i in range(4):
         assert torch.equal(bits(cache.read(i).states), bits(written[i].states))
@@ -248,6 +252,6 @@ def test_a_forged_length_is_refused_before_it_is_allocated(tmp_path: Path) -> No
     table = Cache(tmp_path / "c").index
     at = table.schema.get_field_index("length")
     table = table.set_column(at, table.schema.field(at), pa.array([2**60, 5], pa.int64()))
-    manifest.write(tmp_path / "c", replace(manifest.read(tmp_path / "c"), index=index.write(tmp_path / "c", table)))
+    index.publish(tmp_path / "c", manifest.read(tmp_path / "c"), table)
     with pytest.raises(CorruptError, match=r"00000000\.arrow: ends at byte"):
         Cache(tmp_path / "c").read(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from train_reference import LAYERS, chats, drafter, make_cache, one_block, states_of, target
 
-from dflash_offline.shards.cache import Sample
+from dflash_offline.shards.sample import Sample
 from dflash_offline.train.evaluate import bf16_weights, count, measure, summary, table
 from dflash_offline.train.model import Drafter, Target
 from dflash_offline.train.parallel import Ranks

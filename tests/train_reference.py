@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_offline.shards import codecs, index, manifest
-from dflash_offline.shards.cache import CODEC_FILE, TARGET_FOLDER, Cache
+from dflash_offline.shards import calibration, index, manifest
+from dflash_offline.shards.cache import TARGET_FOLDER, Cache
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import prompt_key, sample_key
@@ -121,8 +121,8 @@ def make_cache(
     """A complete cache on disk, as extraction would leave it."""
     (folder / "shards").mkdir(parents=True)
     (folder / TARGET_FOLDER).mkdir()
-    codec = codecs.calibrate("bf16", states_of(samples[0][0]).view(-1, len(LAYERS), D))
-    save_file(codec.calibration(), folder / CODEC_FILE)
+    info = calibration.write(folder, "bf16", {}, states_of(samples[0][0]).view(-1, len(LAYERS), D))
+    codec = calibration.read(folder, info, len(LAYERS), D, False).states
     save_file(target_tensors(), folder / TARGET_FOLDER / "target.safetensors")
     (folder / TARGET_FOLDER / "config.json").write_text(json.dumps(TARGET_CONFIG | config))
     with ShardWriter(folder / index.shard_name(0), task="0" * 32, metadata={}) as writer:
@@ -138,14 +138,13 @@ def make_cache(
             )
             writer.append(identity, ids, mask, encode_frames(codec, states_of(ids).view(-1, len(LAYERS), D)))
     shards = index.scan(folder)
-    written = index.write(folder, index.build(shards))
-    manifest.write(
+    index.publish(
         folder,
         manifest.Manifest(
             complete=True,
             layer_ids=list(LAYERS),
             hidden_size=D,
-            codec=manifest.CodecInfo(name="bf16", version=1, parameters={}, calibration=file_hash(folder / CODEC_FILE)),
+            codec=info,
             settings={"made": len(samples)},
             target={"copied": {p.name: file_hash(p) for p in (folder / TARGET_FOLDER).iterdir()}},
             tokenizer=TOKENIZER,
@@ -154,8 +153,8 @@ def make_cache(
             versions={},
             kernels="none",
             shards=[shard for shard, _ in shards],
-            index=written,
         ),
+        index.build(shards),
     )
     return Cache(folder)
 

@@ -3,18 +3,18 @@
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import TARGET_FOLDER, Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.verify import describe, verify
+from dflash_offline.tools.config import Ls, OneCache, Show
 
 
-def info(path: Path) -> int:
+def info(args: OneCache) -> int:
     """Print what a cache is: target, layers, codec, samples, bytes a token."""
-    cache = Cache(path, allow_incomplete=True)
+    cache = Cache(path := args.cache, allow_incomplete=True)
     m = cache.manifest
     stored = sum((path / s).stat().st_size for s in {*cache.index.column("shard").to_pylist()})
     tokens = int(cache.tokens.sum())
@@ -38,9 +38,9 @@ def info(path: Path) -> int:
     return 0
 
 
-def ls(path: Path, limit: int) -> int:
+def ls(args: Ls) -> int:
     """Print one line a sample: key, tokens, supervised, source, row, id."""
-    cache = Cache(path, allow_incomplete=True)
+    cache, limit = Cache(args.cache, allow_incomplete=True), args.limit
     print(f"{'key':32} {'tokens':>7} {'superv.':>7} {'shard':24} source:line id")
     for row in cache.index.slice(0, limit or len(cache)).to_pylist():
         place = f"{row['source']}:{row['source_row'] + 1}"
@@ -50,12 +50,14 @@ def ls(path: Path, limit: int) -> int:
     return 0
 
 
-def show(path: Path, key: str) -> int:
+def show(args: Show) -> int:
     """Print a sample's text with supervised tokens marked, and the size of its states per layer."""
-    cache = Cache(path, allow_incomplete=True)
-    found = [i for i, k in enumerate(cache.keys) if k.startswith(key)]
+    cache = Cache(args.cache, allow_incomplete=True)
+    found = [i for i, k in enumerate(cache.keys) if k.startswith(args.key)]
     if len(found) != 1:
-        raise UsageError(f"{path}: {len(found)} samples have a key starting with {key!r}; expected exactly one")
+        raise UsageError(
+            f"{args.cache}: {len(found)} samples have a key starting with {args.key!r}; expected exactly one"
+        )
     row, sample = cache.row(found[0]), cache.read(found[0])
     print(f"key {sample.key}  {row['source']} line {row['source_row'] + 1}  id {row['id'] or '-'}")
     print(f"{len(sample.input_ids)} tokens, {int(sample.loss_mask.sum())} supervised, finish {row['finish_reason']}\n")
@@ -86,16 +88,16 @@ def _marked(tokenizer: Any, ids: list[int], mask: list[int], color: bool) -> str
     return "".join(parts)
 
 
-def check(path: Path) -> int:
+def check(args: OneCache) -> int:
     """Verify every byte; 3 when anything is wrong."""
     begin = time.monotonic()
-    found = verify(path, threads=len(os.sched_getaffinity(0)))
+    found = verify(args.cache, threads=len(os.sched_getaffinity(0)))
     seconds = time.monotonic() - begin
     for fault in found.faults:
         print(f"FAULT {fault}")
     if found.faults:
         print("to mend: delete the shards named above, and rerun the same `dflash-extract run`")
-    if not found.faults and not manifest.read(path).complete:
+    if not found.faults and not manifest.read(args.cache).complete:
         print("note: extraction is not complete; only finished shards were checked")
     print(
         f"{found.shards} shards, {found.samples} samples, {found.tokens} tokens, {found.bytes} bytes "

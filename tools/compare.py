@@ -1,14 +1,14 @@
 """`dflash-shards diff A B`: whether two caches hold the same settings, samples and states, and how far apart."""
 
-from pathlib import Path
-
 import torch
 
 from dflash_offline.shards.cache import Cache
+from dflash_offline.tools.config import Diff
 
 
-def diff(first: Path, second: Path, limit: int) -> int:
+def diff(args: Diff) -> int:
     """Print every difference, at most `limit` samples of each kind. 0 when there is none, else 3."""
+    first, second, limit = args.first, args.second, args.limit
     a, b = Cache(first), Cache(second)
     differences = 0
     for name in sorted(a.manifest.settings | b.manifest.settings):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash_offline.shards.cache import Sample
+from dflash_offline.shards.sample import Sample
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Target, block_inputs
 from dflash_offline.train.rows import select_layers

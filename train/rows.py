@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_offline.shards.cache import Sample
 from dflash_offline.shards.keys import eligible_anchors
+from dflash_offline.shards.sample import Sample
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.plan import Ints
 from dflash_offline.train.spec import DrafterSpec

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dflash_offline.shards.cache import Sample
+from dflash_offline.shards.sample import Sample
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Target, block_inputs
 from dflash_offline.train.plan import Ints

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from dflash_offline.shards.cache import Cache, Sample
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.sample import Sample
 from dflash_offline.tools.live import (
     Comparison,
     LiveTarget,

@@ -32,6 +32,11 @@ class Bf16(Codec):
         """Rebuild from a manifest."""
         return cls(layers=layers, hidden=hidden)
 
+    @classmethod
+    def nominal_bits(cls, parameters: Mapping[str, Any]) -> float:
+        """As stored."""
+        return 16.0
+
     def to(self, device: torch.device | str) -> Self:
         """Nothing to move."""
         return self

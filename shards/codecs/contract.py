@@ -39,6 +39,11 @@ class Codec(ABC):
     ) -> Self:
         """Rebuild from a manifest and codec.safetensors. Raises CorruptError when they do not fit."""
 
+    @classmethod
+    @abstractmethod
+    def nominal_bits(cls, parameters: Mapping[str, Any]) -> float:
+        """Bits a value to plan with, before anything is measured."""
+
     def parameters(self) -> dict[str, Any]:
         """Settings that decide the bytes; JSON values, written to the manifest."""
         return {}

@@ -19,6 +19,7 @@ the high half, of a row of ceil(D / 2) bytes: a Huffman code of single symbols w
 It is rounded to multiples of 2^-16 there, which makes the sum exact: every device and order finds the same scale.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -89,6 +90,11 @@ class Ecsq(Codec):
     def calibration(self) -> dict[str, Tensor]:
         """Mean and spread of the channels."""
         return {"mean": self.mean_LD, "spread": self.spread_LD}
+
+    @classmethod
+    def nominal_bits(cls, parameters: Mapping[str, Any]) -> float:
+        """A Gaussian's entropy at this step, and what Huffman coding loses."""
+        return max(1.2, 2.1 - math.log2(parameters.get("delta", DEFAULT_DELTA)))
 
     def to(self, device: torch.device | str) -> Self:
         """Mean and spread on `device`."""

@@ -45,6 +45,11 @@ class Fp8(Codec):
         """Rebuild from a manifest."""
         return cls(layers=layers, hidden=hidden)
 
+    @classmethod
+    def nominal_bits(cls, parameters: Mapping[str, Any]) -> float:
+        """An e4m3 symbol after entropy coding."""
+        return 6.9
+
     def to(self, device: torch.device | str) -> Self:
         """Nothing to move."""
         return self

@@ -50,6 +50,11 @@ class Lossless(Codec):
         """The modes."""
         return {"mode": self.mode_LD}
 
+    @classmethod
+    def nominal_bits(cls, parameters: Mapping[str, Any]) -> float:
+        """Sign and mantissa as they are, and about 2.7 bits of exponent."""
+        return 10.72
+
     def to(self, device: torch.device | str) -> Self:
         """The modes on `device`."""
         return type(self)(mode_LD=self.mode_LD.to(device))
