@@ -81,11 +81,13 @@ def test_no_setting_is_nan_or_inf(cls: Callable[..., Any]) -> None:
     assert tried
 
 
+@pytest.mark.parametrize("dpace", ["0", "1"])
 def test_a_run_that_diverges_fails_and_keeps_its_last_checkpoint(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dpace: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    argv = ["run", "--cache", cache, "--run-dir", run, *FLAGS, "--optim.lr", "1e20", "--save.every", "1"]
+    argv = ["run", "--cache", cache, "--run-dir", run, *FLAGS, "--optim.lr", "1e20", "--save.every", "1",
+            "--loss.dpace", dpace]  # fmt: skip
     assert call(*argv, monkeypatch=monkeypatch) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "dflash-train run: error: step " in error and "finite" in error

@@ -2,6 +2,8 @@
 
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +142,37 @@ def test_a_row_holds_its_samples(tmp_path: Path) -> None:
     assert int(cut.blocks.anchor_A.max()) < row_tokens - 1
     empty = builder.build(np.array([], dtype=np.int64), epoch=0)
     assert empty.anchors == 0 and not empty.supervised_AK.any()
+
+
+def test_a_row_holds_the_state_before_every_supervised_slot(tmp_path: Path) -> None:
+    samples = [*chats(3), chats(1, seed=9, longest=200)[0]]
+    cache = make_cache(tmp_path / "cache", samples)
+
+    def last_hidden(ids: np.ndarray) -> torch.Tensor:
+        return (torch.from_numpy(ids).float()[:, None] + torch.arange(D) / D).bfloat16()
+
+    class Stored:
+        def read(self, number: int) -> Any:
+            sample = cache.read(number)
+            kept = last_hidden(sample.input_ids)[np.flatnonzero(sample.loss_mask[1:])]
+            return SimpleNamespace(**vars(sample) | {"last_hidden": kept})
+
+    builder = RowBuilder(
+        samples=Stored(), slots=anchor_slots(cache.tokens, cache.anchors, 150, 40), spec=spec(), layers=None,
+        row_tokens=150, row_anchors=40, seed=0, last_hidden=True,
+    )  # fmt: skip
+    for members in ([0, 1, 2], [3]):  # the last sample is cut
+        row = builder.build(np.array(members), epoch=1)
+        assert row.last_TD is not None and row.supervised_samples == len(members)
+        at = 0
+        for number in members:
+            ids = samples[number][0][:150]
+            for j in np.flatnonzero(row.blocks.start_A[: row.anchors].numpy() == at):
+                for k in np.flatnonzero(row.supervised_AK[j].numpy()):
+                    before = int(row.blocks.anchor_A[j]) - at + k - 1
+                    found = row.last_TD[row.blocks.before(150)[j, k]]
+                    assert torch.equal(found, last_hidden(ids)[before])
+            at += len(ids)
 
 
 def test_packed_rows_draft_as_samples_alone(tmp_path: Path) -> None:

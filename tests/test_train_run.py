@@ -23,7 +23,15 @@ from dflash_offline.shards.command import load_toml, parse
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.train import checkpoint
 from dflash_offline.train.cli import main
-from dflash_offline.train.config import DataConfig, EvalConfig, ExportConfig, ModelConfig, OptimConfig, TrainConfig
+from dflash_offline.train.config import (
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from dflash_offline.train.evaluate import bf16_weights
 from dflash_offline.train.export import export_drafter, load_drafter, run_drafter
 from dflash_offline.train.job import prepare
@@ -101,7 +109,7 @@ def test_twelve_steps_are_seven_and_five(ranks: int, cache: Path, finished: dict
 def test_two_ranks_equal_one_that_accumulates(finished: dict[int, Path]) -> None:
     alone, together = metrics(finished[1]), metrics(finished[2])
     for one, two in zip(alone, together, strict=True):
-        for name in ("loss", "grad_norm", "weight", "lr"):
+        for name in ("loss", "grad_norm", "divisor", "lr"):
             assert two[name] == pytest.approx(one[name], rel=1e-4), name
         assert [one[n] for n in ("anchors", "tokens", "samples")] == [two[n] for n in ("anchors", "tokens", "samples")]
     paths = [finished[ranks] / "checkpoints" / "step-00000012" / checkpoint.MODEL for ranks in (1, 2)]
@@ -352,6 +360,8 @@ def test_bad_input_is_refused_before_work(
         (lambda: ModelConfig(layer_ids=(1, 1)), r"expected distinct layers, found \[1, 1\]"),
         (EvalConfig, r"expected either --run-dir RUN or --drafter FOLDER"),
         (lambda: EvalConfig(drafter=Path("d"), cache=Path("c")), r"--split val needs --val-fraction"),
+        (lambda: LossConfig(decay=0), r"loss.decay and loss.dpace: expected numbers >= 0, not both 0"),
+        (lambda: LossConfig(kd=1.1), r"loss.kd: expected a part between 0 and 1, found 1.1"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim.betas"),
     ],
 )

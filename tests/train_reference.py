@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.cache import TARGET_FOLDER, Cache
@@ -21,9 +20,9 @@ from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.writer import Identity, ShardWriter
-from dflash_offline.train.config import ModelConfig
+from dflash_offline.train.config import LossConfig, ModelConfig
 from dflash_offline.train.masks import Blocks
-from dflash_offline.train.model import Drafter, Target, new_drafter
+from dflash_offline.train.model import Drafter, RMSNorm, Target, new_drafter
 from dflash_offline.train.spec import DrafterSpec, derive
 
 torch.set_num_threads(1)  # tensors are tiny, and threads that wait for each other are slow on a busy machine
@@ -87,7 +86,7 @@ def target_tensors(seed: int = 7) -> dict[str, Tensor]:
 def target() -> Target:
     """The tiny target as training holds it."""
     tensors = target_tensors()
-    return Target(tensors["embed_tokens"], tensors["lm_head"].float())
+    return Target(tensors["embed_tokens"], tensors["lm_head"].float(), RMSNorm(D, 1e-6).requires_grad_(False))
 
 
 def chats(count: int, seed: int = 0, longest: int = 40) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -174,18 +173,34 @@ def brute_visible(anchors: list[int], starts: list[int], size: int, context: int
 
 
 def plain_loss(
-    output_AKD: Tensor, head_VD: Tensor, label_AK: Tensor, supervised_AK: Tensor, gamma: float
+    config: LossConfig,
+    output_AKD: Tensor,
+    head_VD: Tensor,
+    label_AK: Tensor,
+    supervised_AK: Tensor,
+    samples: int = 1,
+    teacher_AKD: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """Weighted cross entropy slot by slot with all logits: (sum, weight)."""
-    total, weight = output_AKD.sum() * 0, 0.0
+    """The loss slot by slot with all logits, in the words of the papers: (sum, divisor)."""
+    total, divisor = output_AKD.sum() * 0, 0.0
     for a in range(output_AKD.shape[0]):
-        for k in range(1, output_AKD.shape[1]):
-            if supervised_AK[a, k]:
-                w = math.exp(-(k - 1) / gamma)
-                logits = head_VD.float() @ output_AKD[a, k].float()
-                total = total + w * F.cross_entropy(logits[None], label_AK[a, k][None])
-                weight += w
-    return total, weight
+        slots = supervised_AK[a].nonzero()[:, 0].tolist()
+        losses, confident = {}, {}
+        for k in slots:
+            logits = head_VD.float() @ output_AKD[a, k].float()
+            losses[k] = -logits.log_softmax(0)[label_AK[a, k]]
+            confident[k] = (1 - config.dpace_alpha) * math.exp(-float(losses[k].detach())) + config.dpace_alpha
+            if teacher_AKD is not None:
+                wanted = (head_VD.float() @ teacher_AKD[a, k].float()).softmax(0)
+                divergence = (wanted * (wanted.log() - logits.log_softmax(0))).sum()
+                losses[k] = (1 - config.kd) * losses[k] + config.kd * divergence
+        for k in slots:
+            decay = config.decay * math.exp(-(k - 1) / (config.gamma or math.nan))
+            pace = config.dpace * sum(math.prod(confident[i] for i in slots if i <= m) for m in slots if m >= k)
+            total = total + (decay + pace) * losses[k]
+            divisor += decay + (pace if config.dpace_divisor == "weights" else 0)
+        divisor += config.dpace * bool(slots) * (config.dpace_divisor == "blocks")
+    return total, divisor + config.dpace * samples * (config.dpace_divisor == "samples")
 
 
 def one_block(made: Drafter, frozen: Target, ids: np.ndarray, states: Tensor, anchor: int) -> Tensor:

@@ -87,17 +87,33 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is minimised."""
+    """What is minimised. Weights of slots and losses of slots may both be mixtures."""
 
-    objective: Literal["decay"] = "decay"
-    """decay: cross entropy of slot k weighted by exp(-(k - 1) / gamma)."""
+    decay: float = 1.0
+    """Part of exp(-(k - 1) / gamma) in the weight of slot k."""
+    dpace: float = 0.0
+    """Part of the D-PACE weight, the slot's share in the expected accepted length, in the weight of slot k."""
+    kd: float = 0.0
+    """Part of the divergence from the target's distribution in the loss of a slot; the rest is cross entropy with the
+    recorded token. Needs a cache with the last hidden state."""
     gamma: float | None = None
-    """Slots over which the weight falls by e; None: 7 for blocks of 16, 5 for 10, 4 for 8 and lines between."""
+    """Slots over which the decay falls by e; None: 7 for blocks of 16, 5 for 10, 4 for 8 and lines between."""
+    dpace_alpha: float = 0.5
+    """How far D-PACE's probabilities are drawn to 1."""
+    dpace_divisor: Literal["weights", "blocks", "samples"] = "weights"
+    """What D-PACE's sum is divided by: its weights (a mean), supervised blocks, or supervised samples."""
     chunk: int = 1024
     """Slots whose logits exist at one time."""
 
     def __post_init__(self) -> None:
         _finite("loss.", self)
+        if self.decay < 0 or self.dpace < 0 or self.decay + self.dpace == 0:
+            raise ValueError(
+                f"loss.decay and loss.dpace: expected numbers >= 0, not both 0, found {self.decay} and {self.dpace}"
+            )
+        for name in ("kd", "dpace_alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"loss.{name}: expected a part between 0 and 1, found {getattr(self, name)}")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"loss.gamma: expected a positive number, found {self.gamma}")
         _at_least("loss.chunk", self.chunk, 1)

@@ -21,7 +21,7 @@ from dflash_offline.train import parallel
 from dflash_offline.train.config import EvalConfig
 from dflash_offline.train.export import load_drafter, run_drafter
 from dflash_offline.train.folder import read_config, read_identity
-from dflash_offline.train.model import Drafter, Target
+from dflash_offline.train.model import Drafter, RMSNorm, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.plan import Ints, held_out, in_key_order
 from dflash_offline.train.rows import column_index
@@ -32,6 +32,8 @@ NOT_GREEDY = (
     "the same way; on text the target did not write it says nothing about serving"
 )
 
+ZERO_CENTRED = ("qwen3_5", "qwen3_5_text")
+"""Targets whose norms multiply by 1 + weight."""
 _RESULT_HEAD = b'{\n "drafter": '  # how every result begins
 
 
@@ -94,14 +96,18 @@ def bf16_weights(drafter: Drafter, device: torch.device) -> Drafter:
 
 
 def load_target(cache: Cache, device: torch.device, dtype: torch.dtype) -> Target:
-    """Embedding (as stored) and head of the cache's target."""
-    tensors, expected = cache.target_tensors(), (cache.target_config["vocab_size"], cache.hidden_size)
+    """Embedding (as stored), head and final norm of the cache's target."""
+    tensors, config = cache.target_tensors(), cache.target_config
+    expected = (config["vocab_size"], cache.hidden_size)
     for name in ("embed_tokens", "lm_head"):
         if (found := tuple(tensors[name].shape)) != expected:
             raise UsageError(
                 f"{cache.path}: {name} is {found}, (vocab_size, hidden_size) of the target is {expected}; extract again"
             )
-    return Target(tensors["embed_tokens"].to(device), tensors["lm_head"].to(device, dtype))
+    norm = RMSNorm(cache.hidden_size, config["rms_norm_eps"]).to(device).requires_grad_(False)
+    centred = config.get("model_type") in ZERO_CENTRED
+    norm.weight.copy_(tensors["norm"].float() + centred)
+    return Target(tensors["embed_tokens"].to(device), tensors["lm_head"].to(device, dtype), norm)
 
 
 def evaluate(config: EvalConfig) -> int:

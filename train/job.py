@@ -45,6 +45,7 @@ class Job:
             row_tokens=data.row_tokens,
             row_anchors=data.row_anchors,
             seed=self.config.seed,
+            last_hidden=self.config.loss.kd > 0,
         )
 
     def describe(self) -> str:
@@ -69,6 +70,11 @@ def prepare(config: TrainConfig, world: int) -> Job:
             f"data.rows_per_step = {data.rows_per_step} cannot be dealt to {world} ranks; expected a multiple"
         )
     cache = Cache(config.cache)
+    if config.loss.kd and not cache.manifest.last_hidden:
+        raise UsageError(
+            f"{config.cache}: does not store the target's last hidden state, which loss.kd = {config.loss.kd} needs; "
+            "extract again with it, or set loss.kd = 0"
+        )
     rows = cache.target_config.get("vocab_size")
     if rows is None:
         raise UsageError(f"{config.cache}: target config.json has no vocab_size")

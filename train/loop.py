@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash_offline.shards.errors import RunError
 from dflash_offline.shards.files import write_json
@@ -17,7 +16,7 @@ from dflash_offline.train.evaluate import bf16_weights, load_target, measure, su
 from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, line, say
-from dflash_offline.train.loss import block_loss, decay_weights, default_gamma
+from dflash_offline.train.loss import Objective, block_loss
 from dflash_offline.train.model import Drafter, Target, block_inputs, new_drafter
 from dflash_offline.train.optim import Gradients, build_optimizer, learning_rate
 from dflash_offline.train.parallel import Ranks
@@ -52,7 +51,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     drafter = new_drafter(spec, config.seed).to(device)
     gradients, optimizer = Gradients(drafter), build_optimizer(drafter, config.optim)
     target = load_target(job.cache, device, dtype)
-    weight_K = decay_weights(spec.block_size, config.loss.gamma or default_gamma(spec.block_size)).to(device)
+    objective = Objective.of(config.loss, spec.block_size, device)
     first = _resume(job, ranks, drafter, optimizer)
     metrics = Metrics(config.run_dir / "metrics.jsonl", first) if ranks.first else None
     if metrics:
@@ -70,19 +69,19 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             clock.lap("data")
             tally.add_row(row)
             if row.anchors:
-                _learn(drafter, target, row.to(device), weight_K, config.loss.chunk, dtype, tally, clock)
+                _learn(drafter, target, row.to(device), objective, dtype, tally, clock)
         tally.add("stops", stop.signal is not None)
         sums = tally.collect(ranks)
         ranks.sum(gradients.flat)
         clock.lap("reduce")
         rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
         # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
-        if sums["weight"] > 0:
-            norm = gradients.normalise(sums["weight"], config.optim.clip)
+        if sums["divisor"]:
+            norm = gradients.normalise(sums["divisor"], config.optim.clip)
             # Both are of sums over the ranks, so all of them leave here or none.
             if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
                 raise RunError(
-                    f"step {step}: loss is {sums['loss'] / sums['weight']}, gradient norm {norm}; expected finite "
+                    f"step {step}: loss is {sums['loss'] / sums['divisor']}, gradient norm {norm}; expected finite "
                     "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
                 )
             for group in optimizer.param_groups:
@@ -122,8 +121,7 @@ def _learn(
     drafter: Drafter,
     target: Target,
     row: Row,
-    weight_K: Tensor,
-    chunk: int,
+    objective: Objective,
     dtype: torch.dtype,
     tally: Tally,
     clock: Clock,
@@ -134,7 +132,10 @@ def _learn(
         inputs = block_inputs(target.embedding_VD, row.anchor_token_A, spec.block_size, spec.mask_token_id)
         output_AKD = drafter(row.states_TLD, row.position_T, inputs, row.blocks)
         clock.lap("forward")
-        loss = block_loss(output_AKD, target.head_VD, row.label_AK, row.supervised_AK, weight_K, chunk)
+        teacher_AKD = None if row.last_TD is None else target.norm(row.last_TD)[row.blocks.before(len(row.last_TD))]
+        loss = block_loss(
+            objective, output_AKD, target.head_VD, row.label_AK, row.supervised_AK, row.supervised_samples, teacher_AKD
+        )
         clock.lap("loss")
     torch.autograd.backward(loss.loss)
     tally.add_loss(row, loss)

@@ -41,6 +41,11 @@ class Blocks:
         slots = torch.arange(self.size, device=self.anchor_A.device)
         return ((self.anchor_A - self.start_A)[:, None] + slots).flatten()
 
+    def before(self, context: int) -> Tensor:
+        """Row index of the token before every slot, whose state in the target predicts the slot; [A, K]."""
+        slots = torch.arange(self.size, device=self.anchor_A.device)
+        return (self.anchor_A[:, None] + slots - 1).clamp(0, context - 1)  # slots outside the row are unsupervised
+
     def to(self, device: torch.device) -> "Blocks":
         """The same blocks on another device."""
         return Blocks(self.anchor_A.to(device), self.start_A.to(device), self.size)

@@ -153,6 +153,8 @@ class Target:
 
     embedding_VD: Tensor
     head_VD: Tensor
+    norm: RMSNorm
+    """Between the target's last hidden state and its head."""
 
 
 def new_drafter(spec: DrafterSpec, seed: int) -> Drafter:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_offline.shards.keys import eligible_anchors
+from dflash_offline.shards.keys import eligible_anchors, last_positions
 from dflash_offline.shards.sample import Sample
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.plan import Ints
@@ -41,6 +41,9 @@ class Row:
     """Samples of the row."""
     tokens: int
     anchors: int
+    supervised_samples: int
+    last_TD: Tensor | None
+    """The target's last hidden state where the next token is supervised; None where it is not asked for."""
     mask_token_samples: int
     """Samples that contain the mask token, which in a text stands for something else."""
 
@@ -48,8 +51,9 @@ class Row:
         """The same row on another device."""
         if device.type == "cpu":
             return self
-        names = ("states_TLD", "position_T", "anchor_token_A", "label_AK", "supervised_AK")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, blocks=self.blocks.to(device), **moved)
 
 
@@ -99,6 +103,8 @@ class RowBuilder:
     row_tokens: int
     row_anchors: int
     seed: int
+    last_hidden: bool = False
+    """Whether rows hold the target's last hidden state."""
 
     def build(self, members: Ints, epoch: int) -> Row:
         """Read `members` and lay them side by side."""
@@ -108,7 +114,8 @@ class RowBuilder:
         anchor, start, token = (np.zeros(self.row_anchors, dtype=np.int64) for _ in range(3))
         label = np.zeros((self.row_anchors, size), dtype=np.int64)
         supervised = np.zeros((self.row_anchors, size), dtype=bool)
-        at = used = mask_token_samples = 0
+        last = torch.zeros(self.row_tokens, spec.hidden_size, dtype=torch.bfloat16) if self.last_hidden else None
+        at = used = supervised_samples = mask_token_samples = 0
         keys = []
         for number in members.tolist():
             sample = self.samples.read(number)
@@ -121,6 +128,12 @@ class RowBuilder:
             anchor[to], start[to], token[to] = drawn + at, at, ids[drawn]
             label[to] = np.pad(ids, (0, size))[drawn[:, None] + np.arange(size)]
             supervised[to] = supervised_slots(mask, drawn, size)
+            if last is not None:
+                assert sample.last_hidden is not None  # so says the manifest
+                before = last_positions(sample.loss_mask)
+                before = before[before < len(ids)]
+                last[at + before] = sample.last_hidden[: len(before)]
+            supervised_samples += bool(supervised[to].any())
             mask_token_samples += bool((ids == spec.mask_token_id).any())
             keys.append(sample.key)
             at, used = here.stop, to.stop
@@ -134,6 +147,8 @@ class RowBuilder:
             keys=tuple(keys),
             tokens=at,
             anchors=used,
+            supervised_samples=supervised_samples,
+            last_TD=last,
             mask_token_samples=mask_token_samples,
         )
 

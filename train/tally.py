@@ -11,7 +11,7 @@ from dflash_offline.train.loss import BlockLoss
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import Row
 
-_SCALARS = ("loss", "weight", "accepted", "anchors", "tokens", "samples", "empty_rows", "mask_token_samples", "stops")
+_SCALARS = ("loss", "divisor", "accepted", "anchors", "tokens", "samples", "empty_rows", "mask_token_samples", "stops")
 
 
 class Tally:
@@ -36,7 +36,7 @@ class Tally:
     def add_loss(self, row: Row, loss: BlockLoss) -> None:
         """Count what the drafts of a row came to."""
         self.add("loss", loss.loss.detach())
-        self.add("weight", loss.weight)
+        self.add("divisor", loss.divisor)
         self.add("accepted", loss.hit_AK[:, 1:].cumprod(dim=1).sum())
         self._supervised_K += row.supervised_AK.sum(dim=0)
         self._hits_K += loss.hit_AK.sum(dim=0)
@@ -54,11 +54,11 @@ def step_metrics(sums: dict[str, Any], seconds: dict[str, float], block_size: in
     """What metrics.jsonl says of a step. `tau` is over uniform anchors in training, below what serving sees."""
     wall = max(sum(seconds.values()), 1e-9)
     return {
-        "loss": sums["loss"] / sums["weight"] if sums["weight"] else None,
+        "loss": sums["loss"] / sums["divisor"] if sums["divisor"] else None,
         "accuracy": sum(sums["hits"]) / max(sum(sums["supervised"]), 1),
         "tau_uniform": 1 + sums["accepted"] / max(sums["anchors"], 1),
         "slot_accuracy": [round(h / max(n, 1), 4) for h, n in zip(sums["hits"], sums["supervised"], strict=True)],
-        "weight": sums["weight"],
+        "divisor": sums["divisor"],
         **{name: int(sums[name]) for name in ("anchors", "tokens", "samples", "empty_rows", "mask_token_samples")},
         "tokens_per_s": round(sums["tokens"] / wall, 1),
         "block_tokens_per_s": round(sums["anchors"] * block_size / wall, 1),
