@@ -38,17 +38,22 @@ def states(tokens: int, layers: int, hidden: int) -> Tensor:
     return x_TLD.to(torch.bfloat16)
 
 
-def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Median by device events, after two that are not counted."""
+def seconds(work: Callable[[], object], repeats: int = 20, calls: int = 10) -> float:
+    """Median by device events, after two that are not counted.
+
+    `calls` are queued behind one another: alone, a kernel of 0.1 ms would be timed with the CPU's work to launch it.
+    """
     times = []
     for i in range(repeats + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
         work()
+        start.record()
+        for _ in range(calls):
+            work()
         stop.record()
         stop.synchronize()
         if i >= 2:
-            times.append(start.elapsed_time(stop) / 1e3)
+            times.append(start.elapsed_time(stop) / 1e3 / calls)
     return median(times)
 
 

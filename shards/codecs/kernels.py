@@ -50,64 +50,64 @@ def _tile(chunk, layer, tokens, layers, hidden, ROWS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _standard(states, mean, inverse, layer, hidden, channel_D, states_TD, inside_TD):
-    """u, zero beyond the last channel."""
-    at_D = layer * hidden + channel_D
-    mean_D = tl.load(mean + at_D, channel_D < hidden, other=0.0)
-    inverse_D = tl.load(inverse + at_D, channel_D < hidden, other=0.0)
-    x_TD = _float(tl.load(states + states_TD, inside_TD, other=0))
-    return (x_TD - mean_D[None, :]) * inverse_D[None, :]
+def _standard(states, mean, inverse, token, layer, layers, channel_D, HIDDEN: tl.constexpr):
+    """u of one token, zero beyond the last channel."""
+    inside_D = channel_D < HIDDEN
+    mean_D = tl.load(mean + layer * HIDDEN + channel_D, inside_D, other=0.0)
+    inverse_D = tl.load(inverse + layer * HIDDEN + channel_D, inside_D, other=0.0)
+    row = states + (token.to(tl.int64) * layers + layer) * HIDDEN
+    return (_float(tl.load(row + channel_D, inside_D, other=0)) - mean_D) * inverse_D
 
 
 @triton.jit
 def _quantise(
-    states, mean, inverse, symbols, scales, counts, tokens, layers, hidden, delta, factor, limit,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    states, mean, inverse, symbols, scales, counts, tokens, layers, delta, factor, limit,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    layer = tl.program_id(1)
-    token_T = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_T = layer * tokens + token_T
-    # On the grid, an fp32's bits count its multiples of 2^-16.
-    sum_TD = tl.zeros([ROWS, WIDTH], tl.int32)
-    for chunk in range(CHUNKS):
-        channel_D, _, _, states_TD, inside_TD = _tile(chunk, layer, tokens, layers, hidden, ROWS, WIDTH)
-        u_TD = _standard(states, mean, inverse, layer, hidden, channel_D, states_TD, inside_TD)
-        sum_TD += (tl.minimum(tl.abs(u_TD), _CUT) + _GRID).to(tl.int32, bitcast=True) - _GRID_BITS
-    total_T = tl.sum(sum_TD.to(tl.int64), 1).to(tl.float32) * (1.0 / 65536)
-    scale_T = _bfloat(tl.maximum(total_T * factor, _SMALLEST))
-    inverse_step_T = tl.div_rn(1.0, _float(scale_T) * delta)
-    # The second reading of the states comes from the cache.
-    count_TD = tl.zeros([ROWS, WIDTH], tl.int32)
-    for chunk in range(CHUNKS):
-        channel_D, _, plane_TD, states_TD, inside_TD = _tile(chunk, layer, tokens, layers, hidden, ROWS, WIDTH)
-        u_TD = _standard(states, mean, inverse, layer, hidden, channel_D, states_TD, inside_TD)
-        v_TD = u_TD * inverse_step_T[:, None]
-        count_TD += (tl.abs(v_TD) >= limit + 0.5).to(tl.int32)
-        symbol_TD = tl.minimum(tl.maximum(v_TD, -limit), limit) + (_ROUND + (limit + 1.0))
-        tl.store(symbols + plane_TD, symbol_TD.to(tl.int32, bitcast=True).to(tl.uint8), inside_TD)
-    tl.store(scales + row_T, scale_T, token_T < tokens)
-    tl.store(counts + row_T, tl.sum(count_TD, 1), token_T < tokens)
+    """A program is one row of [L][T], which stays in registers from the sum to the symbols."""
+    token, layer = tl.program_id(0), tl.program_id(1)
+    row = layer.to(tl.int64) * tokens + token
+    u = ()
+    sum_D = tl.zeros([WIDTH], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        channel_D = chunk * WIDTH + tl.arange(0, WIDTH)
+        u_D = _standard(states, mean, inverse, token, layer, layers, channel_D, HIDDEN)
+        # On the grid, an fp32's bits count its multiples of 2^-16.
+        sum_D += (tl.minimum(tl.abs(u_D), _CUT) + _GRID).to(tl.int32, bitcast=True) - _GRID_BITS
+        u = u + (u_D,)  # noqa: RUF005
+    total = tl.sum(sum_D.to(tl.int64), 0).to(tl.float32) * (1.0 / 65536)
+    scale = _bfloat(tl.maximum(total * factor, _SMALLEST))
+    inverse_step = tl.div_rn(1.0, _float(scale) * delta)
+    count_D = tl.zeros([WIDTH], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        channel_D = chunk * WIDTH + tl.arange(0, WIDTH)
+        v_D = u[chunk] * inverse_step
+        count_D += (tl.abs(v_D) >= limit + 0.5).to(tl.int32)
+        symbol_D = tl.minimum(tl.maximum(v_D, -limit), limit) + (_ROUND + (limit + 1.0))
+        symbol_D = symbol_D.to(tl.int32, bitcast=True).to(tl.uint8)
+        tl.store(symbols + row * HIDDEN + channel_D, symbol_D, channel_D < HIDDEN)
+    tl.store(scales + row, scale)
+    tl.store(counts + row, tl.sum(count_D, 0))
 
 
 @triton.jit
 def _collect(
-    states, mean, inverse, scales, rows, starts, index, escaped, tokens, layers, hidden, delta, limit,
-    CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
+    states, mean, inverse, scales, rows, starts, index, escaped, tokens, layers, delta, limit,
+    HIDDEN: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The escapes of one row that has any, in order."""
     row = tl.load(rows + tl.program_id(0))
     layer, token = row // tokens, row % tokens
     start = tl.load(starts + row)
     inverse_step = tl.div_rn(1.0, _float(tl.load(scales + row)) * delta)
-    for chunk in range(CHUNKS):
+    for chunk in tl.static_range(CHUNKS):
         channel_D = chunk * WIDTH + tl.arange(0, WIDTH)
-        inside_D = channel_D < hidden
-        states_D = (token * layers + layer) * hidden + channel_D
-        u_D = _standard(states, mean, inverse, layer, hidden, channel_D, states_D[None, :], inside_D[None, :])
-        out_D = tl.reshape(tl.abs(u_D * inverse_step) >= limit + 0.5, [WIDTH]).to(tl.int32)
+        u_D = _standard(states, mean, inverse, token, layer, layers, channel_D, HIDDEN)
+        out_D = (tl.abs(u_D * inverse_step) >= limit + 0.5).to(tl.int32)
         at_D = start + tl.cumsum(out_D, 0) - 1
-        tl.store(index + at_D, (row * hidden + channel_D).to(tl.int32), out_D > 0)
-        tl.store(escaped + at_D, tl.load(states + states_D, out_D > 0, other=0), out_D > 0)
+        tl.store(index + at_D, (row * HIDDEN + channel_D).to(tl.int32), out_D > 0)
+        x_D = tl.load(states + (token * layers + layer) * HIDDEN + channel_D, out_D > 0, other=0)
+        tl.store(escaped + at_D, x_D, out_D > 0)
         start += tl.sum(out_D, 0)
 
 
@@ -157,14 +157,14 @@ def quantise_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """bf16 [T, L, D] -> symbols uint8 [L, T, D], scales bf16 [L, T], number of escapes int32 [L, T]."""
     tokens, layers, hidden = states_TLD.shape
-    programs, _, chunks = _grid(tokens, layers, hidden)
     symbols_LTD = torch.empty(layers, tokens, hidden, dtype=torch.uint8, device=states_TLD.device)
     scale_LT = torch.empty(layers, tokens, dtype=torch.int16, device=states_TLD.device)
     count_LT = torch.empty(layers, tokens, dtype=torch.int32, device=states_TLD.device)
-    _quantise[programs, layers](
-        states_TLD.view(torch.int16), mean_LD, inverse_LD, symbols_LTD, scale_LT, count_LT, tokens, layers, hidden,
-        delta, factor, float(limit),
-        CHUNKS=chunks, ROWS=ROWS, WIDTH=WIDTH, num_warps=WARPS, enable_fp_fusion=False,
+    chunks = triton.cdiv(hidden, WIDTH)
+    _quantise[tokens, layers](
+        states_TLD.view(torch.int16), mean_LD, inverse_LD, symbols_LTD, scale_LT, count_LT, tokens, layers,
+        delta, factor, float(limit), HIDDEN=hidden, CHUNKS=chunks, WIDTH=WIDTH,
+        num_warps=4 if chunks <= 8 else 8, enable_fp_fusion=False,
     )  # fmt: skip
     return symbols_LTD, scale_LT.view(torch.bfloat16), count_LT
 
@@ -184,8 +184,8 @@ def quantise(
     if total:
         _collect[(len(rows),)](
             states_TLD.view(torch.int16), mean_LD, inverse_LD, scale_LT.view(torch.int16), rows, ends - counts,
-            index, escaped.view(torch.int16), tokens, layers, hidden, delta, float(limit),
-            CHUNKS=triton.cdiv(hidden, WIDTH), WIDTH=WIDTH, enable_fp_fusion=False,
+            index, escaped.view(torch.int16), tokens, layers, delta, float(limit),
+            HIDDEN=hidden, CHUNKS=triton.cdiv(hidden, WIDTH), WIDTH=WIDTH, enable_fp_fusion=False,
         )  # fmt: skip
     return symbols_LTD, scale_LT, index, escaped
 
