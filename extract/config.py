@@ -137,6 +137,8 @@ class ExtractConfig:
     data: DataConfig = field(default_factory=DataConfig)
     cache: Path = Path()
     """Output folder."""
+    roots: tuple[Path, ...] = ()
+    """Folders on other disks for the shards; each goes to the one with most room, and the cache holds links to them."""
     codec: Literal["lossless", "bf16", "ecsq", "fp8"] = "lossless"
     """How states are stored: lossless 10.7 bits a value, bf16 16, ecsq 5.6 (lossy), fp8 7 (lossy, for comparison)."""
     ecsq: EcsqConfig = field(default_factory=EcsqConfig)

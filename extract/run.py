@@ -11,11 +11,12 @@ import torch
 import xxhash
 
 from dflash_offline.extract import plan as plans
-from dflash_offline.extract import pool
+from dflash_offline.extract import pool, roots
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.intake import make_plan
 from dflash_offline.extract.layers import choose_layers
-from dflash_offline.extract.render import MASK_RULE, Renderer, make_renderer
+from dflash_offline.extract.render import MASK_RULE, Renderer, open_renderer
+from dflash_offline.extract.sources import with_files
 from dflash_offline.extract.target import (
     Target,
     check,
@@ -39,22 +40,18 @@ VERSIONS = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "
 
 def run(config: ExtractConfig) -> int:
     """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
-    if not config.data.files:
-        raise UsageError("data.files is not set; expected at least one JSONL file")
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
-    config = replace(config, data=replace(config.data, files=tuple(p.expanduser() for p in config.data.files)))
-    for path in config.data.files:
-        if not path.is_file():
-            raise UsageError(f"{path}: a folder; expected a JSONL file" if path.is_dir() else f"no such file: {path}")
+    config = replace(config, data=with_files(config.data))
     devices = choose_devices(config)
     target = open_target(config.target.path, config.target.revision)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
     check(target, max(layers), config.batching == "packed")
-    renderer = _renderer(target, config)
+    renderer = open_renderer(target.folder, target.config.vocab_size, config.data)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
     task_tokens = _task_tokens(config, len(layers) * target.config.hidden_size)
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER)):
+        roots.prepare(config.roots, config.cache)
         plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
         todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t.hash)]
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
@@ -118,19 +115,6 @@ def choose_devices(config: ExtractConfig) -> list[str]:
     return names * config.workers if names == ["cpu"] else names
 
 
-def _renderer(target: Target, config: ExtractConfig) -> Renderer:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
-    except Exception as error:  # transformers raises whatever a strange file leads to
-        reason = (str(error).splitlines() or [""])[0]
-        raise UsageError(f"{target.folder}: no usable tokenizer: {type(error).__name__}: {reason}") from None
-    names = ("enable_thinking", "preserve_thinking")
-    args = {n: getattr(config.data, n) for n in names if getattr(config.data, n) is not None}
-    return make_renderer(tokenizer, target.config.vocab_size, args)
-
-
 def _settings(
     config: ExtractConfig, target: Target, layers: tuple[int, ...], renderer: Renderer, device: torch.device
 ) -> dict[str, Any]:
@@ -145,6 +129,7 @@ def _settings(
         "mask_rule": MASK_RULE,
         "data.max_length": config.data.max_length,
         "data.generation": config.data.generation,
+        **({"data.supervise": "last"} if config.data.supervise == "last" else {}),
         "codec": config.codec,
         "last_hidden": config.last_hidden,
         **{f"{config.codec}.{name}": value for name, value in config.codec_parameters().items()},
@@ -185,7 +170,13 @@ def _draft(
         },
         tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
         generation=config.data.generation,
-        dataset={"files": plan.files, "rows": plan.rows, "skipped": plan.skipped, "keys": plan.keys},
+        dataset={
+            "files": plan.files,
+            "rows": plan.rows,
+            "skipped": plan.skipped,
+            "keys": plan.keys,
+            "selection": plan.selection,
+        },
         versions={name: _version(name) for name in VERSIONS},
         kernels=kernels,
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_offline.extract import kernels
+from dflash_offline.extract import kernels, roots
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.dataset import Skip
 from dflash_offline.extract.forward import Capture, batches
@@ -118,7 +118,13 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Done:
     samples = tokens = 0
     with (
         ThreadPoolExecutor(_ENCODERS) as pool,
-        ShardWriter(path, task=task.hash, metadata=metadata, last_hidden=runner.config.last_hidden) as writer,
+        ShardWriter(
+            path,
+            task=task.hash,
+            metadata=metadata,
+            last_hidden=runner.config.last_hidden,
+            body=roots.choose(runner.config.roots, cache, path.name),
+        ) as writer,
     ):
         pending: deque[tuple[Planned, Future[Frames]]] = deque()
         for sample, states in _forward(runner, load_task(cache, task)):

@@ -51,8 +51,9 @@ class Cache:
             raise UsageError(f"{path}: the cache has no samples; extract a dataset with at least one usable row")
         for shard in self.manifest.shards:
             if not (path / shard.name).is_file():
+                link = f" (a link to {(path / shard.name).readlink()})" if (path / shard.name).is_symlink() else ""
                 raise CorruptError(
-                    f"{path / shard.name}: missing; rerun the same `dflash-extract run` to write it again"
+                    f"{path / shard.name}{link}: missing; rerun the same `dflash-extract run` to write it again"
                 )
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()

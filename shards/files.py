@@ -29,6 +29,14 @@ def publish(temporary: Path, final: Path) -> None:
     fsync_folder(final.parent)
 
 
+def link(path: Path, target: Path) -> None:
+    """Make `path` a symbolic link to `target`, durably and at once."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    publish(temporary, path)
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; it becomes `path` if the block ends without an error."""

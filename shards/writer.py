@@ -13,7 +13,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from dflash_offline.shards.files import publish
+from dflash_offline.shards.files import link, publish
 from dflash_offline.shards.keys import eligible_anchors
 from dflash_offline.shards.layout import (
     END_OF_STREAM,
@@ -43,10 +43,15 @@ class Identity:
 class ShardWriter:
     """Context manager. Leaving it without an error publishes the shard; an error leaves no file behind."""
 
-    def __init__(self, path: Path, *, task: str, metadata: dict[str, str], last_hidden: bool = False) -> None:
-        """`path` is the final name; `task` the hash of the task, 32 hex digits; `metadata` goes into the schema."""
-        self._path = path
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    def __init__(
+        self, path: Path, *, task: str, metadata: dict[str, str], last_hidden: bool = False, body: Path | None = None
+    ) -> None:
+        """`path` is the final name; `task` the hash of the task, 32 hex digits; `metadata` goes into the schema.
+
+        With `body` the bytes lie there, on another disk for instance, and `path` becomes a link to it.
+        """
+        self._path, self._body = path, body or path
+        self._temporary = self._body.with_name(f"{self._body.name}.{os.getpid()}.tmp")
         self._task = task
         self._schema = sample_schema(last_hidden).with_metadata(metadata)
         self._messages: list[Message] = []
@@ -103,7 +108,7 @@ class ShardWriter:
         try:
             self._file.write(buffer)
         except OSError as error:  # a write to an open file does not know its name
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+            raise OSError(error.errno, error.strerror, str(self._body)) from None
         self._messages.append(message)
         return message
 
@@ -115,7 +120,9 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        publish(self._temporary, self._path)
+        publish(self._temporary, self._body)
+        if self._body != self._path:
+            link(self._path, self._body)
         return index
 
     def __enter__(self) -> Self:
@@ -126,7 +133,7 @@ class ShardWriter:
             if kind is None and not self._file.closed:
                 self.close()
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+            raise OSError(error.errno, error.strerror, str(self._body)) from None
         finally:
             # After a full disk even closing may fail, and the room must be given back all the same.
             self._temporary.unlink(missing_ok=True)
