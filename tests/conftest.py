@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from runs import arguments, extract
 from targets import write_chats, write_target
+from train_fixtures import cache, finished, run, six, together  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The loss, its weights, and how gradients of rows add up."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,11 @@ from targets import model
 from train_reference import D, V, chats, make_cache, plain_loss
 
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.train.config import LossConfig, OptimConfig, TrainConfig
+from dflash_offline.train.config import LossConfig, TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.job import prepare
 from dflash_offline.train.loss import Objective, block_loss, decay_weights, default_gamma, dpace_weights
-from dflash_offline.train.optim import Gradients, build_optimizer, learning_rate
+from dflash_offline.train.optim import Gradients
 from dflash_offline.train.rows import supervised_slots
 
 GOLDEN = [1, 0.8669, 0.7515, 0.6514, 0.5647, 0.4895, 0.4244, 0.3679, 0.3189, 0.2765, 0.2397, 0.2077, 0.1801, 0.1561]
@@ -156,26 +155,3 @@ def test_distillation_needs_the_last_hidden_state(tmp_path: Path) -> None:
     cache = make_cache(tmp_path / "cache", chats(3)).path
     with pytest.raises(UsageError, match=r"cache: does not store the target's last hidden state, which loss.kd = 0.5"):
         prepare(TrainConfig(cache=cache, run_dir=tmp_path / "run", loss=LossConfig(kd=0.5)), world=1)
-
-
-def test_clip_limits_the_norm_and_reports_what_it_was() -> None:
-    layer = torch.nn.Linear(4, 4, bias=False)
-    gradients = Gradients(layer)
-    gradients.flat.fill_(6)
-    assert gradients.normalise(2.0, clip=1.0) == pytest.approx(12)
-    assert float(layer.weight.grad.norm()) == pytest.approx(1)
-
-
-def test_schedule() -> None:
-    config = OptimConfig(lr=1.0, warmup_ratio=0.04, min_lr_ratio=0.1)
-    rates = [learning_rate(step, 100, config) for step in range(100)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[-1] == pytest.approx(0.1) and all(a > b for a, b in pairwise(rates[3:]))
-    assert rates[51] == pytest.approx(0.55)  # half of the 96 steps after the warm-up
-    assert learning_rate(0, 1, config) == pytest.approx(0.1)
-
-
-def test_weight_decay_leaves_gains_alone() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.RMSNorm(4))
-    groups = build_optimizer(module, OptimConfig(weight_decay=0.1)).param_groups
-    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.1), (1, 0.0)]

@@ -175,6 +175,30 @@ def test_a_row_holds_the_state_before_every_supervised_slot(tmp_path: Path) -> N
             at += len(ids)
 
 
+def test_noise_on_the_states_goes_by_key_and_epoch(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache", chats(4))
+    slots = anchor_slots(cache.tokens, cache.anchors, 256, 64)
+
+    def states(members: list[int], epoch: int, noise: float, seed: int = 0) -> dict[str, torch.Tensor]:
+        builder = RowBuilder(
+            samples=cache, slots=slots, spec=spec(), layers=None, row_tokens=256, row_anchors=64, seed=seed, noise=noise
+        )
+        row = builder.build(np.array(members), epoch=epoch)
+        ends = np.cumsum([len(cache.read(i).input_ids) for i in members])
+        assert not row.states_TLD[ends[-1] :].any()
+        parts = torch.split(row.states_TLD[: ends[-1]].float(), np.diff(ends, prepend=0).tolist())
+        return dict(zip(row.keys, parts, strict=True))
+
+    plain, noisy, elsewhere = states([0, 1], 2, 0.0), states([0, 1], 2, 0.5), states([2, 1], 2, 0.5)
+    key = cache.keys[1]
+    assert torch.equal(noisy[key], elsewhere[key])  # whatever else is in the row
+    for other in (states([1], 3, 0.5), states([1], 2, 0.5, seed=1)):
+        assert not torch.equal(noisy[key], other[key])
+    noise = torch.cat([(noisy[k] - plain[k]).flatten() for k in plain])
+    assert 0.49 < noise.abs().max() < 0.52 and abs(noise.mean()) < 0.01
+    assert float(noise.std()) == pytest.approx(0.5 / 3**0.5, rel=0.02)
+
+
 def test_packed_rows_draft_as_samples_alone(tmp_path: Path) -> None:
     samples = chats(4, seed=2)
     cache = make_cache(tmp_path / "cache", samples)

@@ -18,7 +18,7 @@ from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.cache import TARGET_FOLDER, Cache
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import encode_frames
-from dflash_offline.shards.keys import prompt_key, sample_key
+from dflash_offline.shards.keys import last_positions, prompt_key, sample_key
 from dflash_offline.shards.writer import Identity, ShardWriter
 from dflash_offline.train.config import LossConfig, ModelConfig
 from dflash_offline.train.masks import Blocks
@@ -114,17 +114,28 @@ def states_of(ids: np.ndarray) -> Tensor:
     return torch.cat([embed, past, embed.roll(1, 0)], dim=1).bfloat16()
 
 
+def last_hidden_of(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+    """Stand-in last hidden states [N, D]: the target's head sees the next token in them, not with certainty."""
+    following = torch.from_numpy(ids.astype(np.int64))[last_positions(mask) + 1]
+    return (target_tensors()["lm_head"].float()[following] * 30).bfloat16()
+
+
 def make_cache(
-    folder: Path, samples: Sequence[tuple[np.ndarray, np.ndarray]], generation: str = "greedy", **config: Any
+    folder: Path,
+    samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    generation: str = "greedy",
+    last_hidden: bool = False,
+    **config: Any,
 ) -> Cache:
     """A complete cache on disk, as extraction would leave it."""
     (folder / "shards").mkdir(parents=True)
     (folder / TARGET_FOLDER).mkdir()
-    info = calibration.write(folder, "bf16", {}, states_of(samples[0][0]).view(-1, len(LAYERS), D))
-    codec = calibration.read(folder, info, len(LAYERS), D, False).states
+    last = last_hidden_of(*samples[0]) if last_hidden else None
+    info = calibration.write(folder, "bf16", {}, states_of(samples[0][0]).view(-1, len(LAYERS), D), last)
+    codec = calibration.read(folder, info, len(LAYERS), D, last_hidden)
     save_file(target_tensors(), folder / TARGET_FOLDER / "target.safetensors")
     (folder / TARGET_FOLDER / "config.json").write_text(json.dumps(TARGET_CONFIG | config))
-    with ShardWriter(folder / index.shard_name(0), task="0" * 32, metadata={}) as writer:
+    with ShardWriter(folder / index.shard_name(0), task="0" * 32, metadata={}, last_hidden=last_hidden) as writer:
         for i, (ids, mask) in enumerate(samples):
             identity = Identity(
                 key=sample_key(ids, mask),
@@ -135,7 +146,9 @@ def make_cache(
                 finish_reason="stop",
                 response=generation,
             )
-            writer.append(identity, ids, mask, encode_frames(codec, states_of(ids).view(-1, len(LAYERS), D)))
+            frames = encode_frames(codec.states, states_of(ids).view(-1, len(LAYERS), D))
+            last_frames = encode_frames(codec.last, last_hidden_of(ids, mask)[:, None]) if codec.last else []
+            writer.append(identity, ids, mask, frames, last_frames)
     shards = index.scan(folder)
     index.publish(
         folder,
@@ -143,6 +156,7 @@ def make_cache(
             complete=True,
             layer_ids=list(LAYERS),
             hidden_size=D,
+            last_hidden=last_hidden,
             codec=info,
             settings={"made": len(samples)},
             target={"copied": {p.name: file_hash(p) for p in (folder / TARGET_FOLDER).iterdir()}},

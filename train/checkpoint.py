@@ -3,7 +3,8 @@
     RUN/checkpoints/step-00000012/
         model.safetensors        fp32 weights
         optimizer.safetensors    moments and step counts
-        state.json               step, settings, cache, drafter, and the xxh3 of the two files
+        ema.safetensors          average of the weights, where one is kept
+        state.json               step, settings, cache, drafter, and the xxh3 of the other files
 
 A folder is written under another name, fsynced and renamed. There is no generator state to keep: rows and anchors
 follow from the seed and the step.
@@ -20,13 +21,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash, publish, read_json, write_json
-from dflash_offline.train.optim import load_optimizer_tensors, optimizer_tensors
 
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,18 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.state["step"]
 
-    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Put the weights into `module`, and the optimizer's state where it is wanted."""
-        device = next(module.parameters()).device
-        module.load_state_dict(_load(self.folder / MODEL, device))
-        if optimizer is not None:
-            load_optimizer_tensors(module, optimizer, _load(self.folder / OPTIMIZER, device))
+    @property
+    def served(self) -> str:
+        """File with the weights that are measured and exported."""
+        return EMA if EMA in self.state["files"] else MODEL
+
+    def load(self, name: str, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Tensors of one of the files."""
+        with safe_open(self.folder / name, "pt", device=str(device or "cpu")) as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def save(
-    root: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], keep: int
-) -> Path:
+def save(root: Path, step: int, files: Mapping[str, dict[str, Tensor]], facts: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint of `step` under `root`, then remove all but the newest `keep`."""
     final = root / f"step-{step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}"
@@ -59,10 +60,9 @@ def save(
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        tensors = {MODEL: module.state_dict(), OPTIMIZER: optimizer_tensors(module, optimizer)}
-        for name, content in tensors.items():
-            write_tensors(temporary / name, content)
-        hashes = {name: file_hash(temporary / name) for name in tensors}
+        for name, tensors in files.items():
+            write_tensors(temporary / name, tensors)
+        hashes = {name: file_hash(temporary / name) for name in files}
         write_json(temporary / STATE, {**facts, "step": step, "files": hashes})
         _remove(final)
         publish(temporary, final)
@@ -140,7 +140,7 @@ def _state(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CorruptError(f"{folder}: {STATE} is missing") from None
     files = state.get("files")
-    if state.get("step") != _step(folder) or not isinstance(files, dict) or {*files} != {MODEL, OPTIMIZER}:
+    if state.get("step") != _step(folder) or not isinstance(files, dict) or {*files} - {EMA} != {MODEL, OPTIMIZER}:
         raise CorruptError(f"{path}: step is {state.get('step')}, files {files}; expected those of {folder.name}")
     return state
 
@@ -173,8 +173,3 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         folder.replace(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _load(path: Path, device: torch.device) -> dict[str, Tensor]:
-    with safe_open(path, "pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

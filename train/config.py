@@ -33,6 +33,8 @@ class ModelConfig:
     """Key and value heads; None: the target's, or 8 where the target's head_dim is above 128."""
     head_dim: int | None = None
     """Width of a head; None: the target's, or 128 where the target's is above 128."""
+    init: Path | None = None
+    """Drafter folder, published or exported, whose weights to start from; None: random ones."""
     mask_token_id: int | None = None
     """Token that stands for an undrafted slot; None: known for the family, else the tokenizer's, else an unused id."""
 
@@ -69,6 +71,8 @@ class DataConfig:
     """Part of the training samples to use; smaller parts are subsets of larger ones."""
     val_fraction: float = 0.02
     """Part of the prompts held out for evaluation."""
+    feature_noise: float = 0.0
+    """Uniform noise in [-feature_noise, feature_noise] on every value of the states in training."""
     threads: int = 2
     """Threads that read and decode samples, a rank."""
     rows_ahead: int = 4
@@ -81,6 +85,8 @@ class DataConfig:
             _at_least(f"data.{name}", getattr(self, name), 1)
         if not 0 < self.fraction <= 1:
             raise ValueError(f"data.fraction: expected 0 < fraction <= 1, found {self.fraction}")
+        if self.feature_noise < 0:
+            raise ValueError(f"data.feature_noise: expected a number >= 0, found {self.feature_noise}")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"data.val_fraction: expected 0 <= val_fraction < 1, found {self.val_fraction}")
 
@@ -121,18 +127,33 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW on fp32 weights; cosine schedule over optimizer steps."""
+    """How fp32 weights follow their gradients. Patterns are of tensor names, such as fc.* or layers.0.self_attn.*."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices, its steps scaled to AdamW's size, and AdamW for the gains."""
     lr: float = 6e-4
     """Highest learning rate."""
     warmup_ratio: float = 0.04
     """Part of all steps over which the rate rises linearly."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: half a cosine down, or constant and at the end linearly down."""
+    decay_ratio: float = 0.2
+    """Part of all steps over which a wsd schedule falls."""
     min_lr_ratio: float = 0.0
     """Rate of the last step, as a part of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW moments."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
     weight_decay: float = 0.0
     """Decoupled weight decay of the matrices; norm gains have none."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns of matrices without weight decay."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of tensors that stay as they are."""
+    ema: float | None = None
+    """Decay a step of an average of the weights, 0.999 for instance, which is then what is measured and exported; None:
+    no average."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     epochs: int = 6
@@ -147,6 +168,11 @@ class OptimConfig:
         for name in ("warmup_ratio", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name}: expected a part between 0 and 1, found {getattr(self, name)}")
+        if not 0 < self.decay_ratio <= 1:
+            raise ValueError(f"optim.decay_ratio: expected a part above 0, found {self.decay_ratio}")
+        for name in ("muon_momentum", "ema"):
+            if not 0 <= (getattr(self, name) or 0) < 1:
+                raise ValueError(f"optim.{name}: expected a number in [0, 1), found {getattr(self, name)}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas: expected two numbers in [0, 1), found {self.betas}")
         if self.weight_decay < 0:

@@ -23,8 +23,9 @@ from dflash_offline.train import checkpoint
 from dflash_offline.train.config import TrainConfig
 
 LOCK, CONFIG, IDENTITY, STATUS, CHECKPOINTS = ".lock", "config.toml", "identity.json", "status.json", "checkpoints"
-# These change where and how fast a run goes, not what comes out. `cache` may have moved: its fingerprint is compared.
-FREE = ("cache", "run_dir", "log_every", "save", "validate", "data.threads", "data.rows_ahead")
+# These change where and how fast a run goes, not what comes out. `cache`, `model.init` may have moved: their contents
+# are compared.
+FREE = ("cache", "run_dir", "log_every", "save", "validate", "data.threads", "data.rows_ahead", "model.init")
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -59,7 +60,8 @@ def check_checkpoints(run: Path, config: TrainConfig, identity: dict[str, Any]) 
     """
 
     def compared(values: dict[str, Any]) -> dict[str, Any]:
-        return {**values.get("settings", {}), **{name: values.get(name) for name in ("cache_fingerprint", "drafter")}}
+        names = ("cache_fingerprint", "drafter", "init")
+        return {**values.get("settings", {}), **{name: values.get(name) for name in names}}
 
     now = compared(facts(config, identity))
     for folder, state in checkpoint.states(run / CHECKPOINTS):

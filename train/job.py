@@ -4,14 +4,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.files import file_hash
 from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.export import WEIGHTS, check_start
 from dflash_offline.train.hf import to_config
+from dflash_offline.train.model import Drafter
 from dflash_offline.train.plan import Ints, Plan, anchor_slots, chosen, held_out, in_key_order, make_plan
 from dflash_offline.train.rows import RowBuilder, column_index
 from dflash_offline.train.spec import DrafterSpec, derive
+from dflash_offline.train.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,9 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """What a run and its checkpoints belong to, besides the settings."""
-        return {"cache_fingerprint": self.cache.fingerprint, "drafter": to_config(self.spec)}
+        init = self.config.model.init
+        start = {"init": file_hash(init / WEIGHTS)} if init else {}
+        return {"cache_fingerprint": self.cache.fingerprint, "drafter": to_config(self.spec), **start}
 
     def builder(self) -> RowBuilder:
         """Builder of this run's rows."""
@@ -45,6 +52,7 @@ class Job:
             row_tokens=data.row_tokens,
             row_anchors=data.row_anchors,
             seed=self.config.seed,
+            noise=data.feature_noise,
             last_hidden=self.config.loss.kd > 0,
         )
 
@@ -84,6 +92,9 @@ def prepare(config: TrainConfig, world: int) -> Job:
             f"data.row_tokens = {data.row_tokens} and a block reach position {longest}, the target's "
             f"max_position_embeddings is {spec.max_position_embeddings}; expected shorter rows"
         )
+    check_start(config.model, spec)
+    with torch.device("meta"):
+        State.of(Drafter(spec), config.optim)  # refuses what fits no tensor
     val = held_out(cache.prompt_keys, data.val_fraction)
     validation = in_key_order(cache.keys, val & (cache.anchors > 0), config.validate.samples)
     if config.validate.every and not validation:

@@ -13,14 +13,16 @@ from dflash_offline.shards.files import write_json
 from dflash_offline.train import checkpoint, parallel
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import bf16_weights, load_target, measure, summary
+from dflash_offline.train.export import first_drafter
 from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, line, say
 from dflash_offline.train.loss import Objective, block_loss
-from dflash_offline.train.model import Drafter, Target, block_inputs, new_drafter
-from dflash_offline.train.optim import Gradients, build_optimizer, learning_rate
+from dflash_offline.train.model import Drafter, Target, block_inputs
+from dflash_offline.train.optim import learning_rate
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import Row, ahead
+from dflash_offline.train.state import State
 from dflash_offline.train.stop import Stop, stop_signals
 from dflash_offline.train.tally import Tally, step_metrics
 
@@ -48,11 +50,10 @@ def train(config: TrainConfig) -> int:
 def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     config, spec, device = job.config, job.spec, ranks.device
     dtype = _compute_dtype(config, device)
-    drafter = new_drafter(spec, config.seed).to(device)
-    gradients, optimizer = Gradients(drafter), build_optimizer(drafter, config.optim)
+    state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim)
     target = load_target(job.cache, device, dtype)
     objective = Objective.of(config.loss, spec.block_size, device)
-    first = _resume(job, ranks, drafter, optimizer)
+    first = _resume(job, ranks, state)
     metrics = Metrics(config.run_dir / "metrics.jsonl", first) if ranks.first else None
     if metrics:
         again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
@@ -63,30 +64,28 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     rows = ahead(lambda row: builder.build(*row), dealt, config.data.threads, config.data.rows_ahead)
     clock = Clock(device)
     for step in range(first + 1, job.steps + 1):
-        gradients.flat.zero_()
+        state.gradients.flat.zero_()
         tally = Tally(spec.block_size, device)
         for row in islice(rows, config.data.rows_per_step // ranks.world):
             clock.lap("data")
             tally.add_row(row)
             if row.anchors:
-                _learn(drafter, target, row.to(device), objective, dtype, tally, clock)
+                _learn(state.drafter, target, row.to(device), objective, dtype, tally, clock)
         tally.add("stops", stop.signal is not None)
         sums = tally.collect(ranks)
-        ranks.sum(gradients.flat)
+        ranks.sum(state.gradients.flat)
         clock.lap("reduce")
         rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
         # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
         if sums["divisor"]:
-            norm = gradients.normalise(sums["divisor"], config.optim.clip)
+            norm = state.gradients.normalise(sums["divisor"], config.optim.clip)
             # Both are of sums over the ranks, so all of them leave here or none.
             if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
                 raise RunError(
                     f"step {step}: loss is {sums['loss'] / sums['divisor']}, gradient norm {norm}; expected finite "
                     "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
                 )
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+            state.step(step, rate)
         clock.lap("optimizer")
 
         stopping, last = sums["stops"] > 0, step == job.steps
@@ -99,7 +98,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
         entry |= step_metrics(sums, clock.read(), spec.block_size)
         # Also when stopping: the rerun goes on after this step and would never measure it.
         if config.validate.every and (step % config.validate.every == 0 or last):
-            counts = measure(bf16_weights(drafter, device), target, job.cache, job.validation, ranks)
+            counts = measure(bf16_weights(state.served, device), target, job.cache, job.validation, ranks)
             entry["validation"] = summary(counts, resamples=200, seed=config.seed)
             clock.read()
         if metrics:
@@ -107,7 +106,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             if step % config.log_every == 0 or step == first + 1 or last or stopping:
                 say(line(entry, job.steps))
         if stopping or last or step % config.save.every == 0:
-            _save(job, ranks, step, drafter, optimizer)
+            _save(job, ranks, step, state)
             clock.read()
         if stopping:
             if metrics:
@@ -142,7 +141,7 @@ def _learn(
     clock.lap("backward")
 
 
-def _resume(job: Job, ranks: Ranks, drafter: Drafter, optimizer: torch.optim.Optimizer) -> int:
+def _resume(job: Job, ranks: Ranks, state: State) -> int:
     """Restore the newest complete checkpoint; the steps it had done, 0 where there is none."""
     root = job.config.run_dir / CHECKPOINTS
     found, passed = checkpoint.newest(root)
@@ -152,24 +151,23 @@ def _resume(job: Job, ranks: Ranks, drafter: Drafter, optimizer: torch.optim.Opt
             say(f"passed over an incomplete checkpoint: {reason}")
     if found is None:
         return 0
-    found.restore(drafter, optimizer)
+    state.restore(found)
     return found.step
 
 
-def _save(job: Job, ranks: Ranks, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+def _save(job: Job, ranks: Ranks, step: int, state: State) -> None:
     """Write a checkpoint of weights that all ranks agree on, and wait for it."""
-    bits = torch.stack([torch.hash_tensor(p) for p in drafter.parameters()]).view(torch.int64)
-    if not ranks.agree(bits):
+    if not ranks.agree(state.hash()):
         raise RunError(f"step {step}: the weights of the ranks differ; the last checkpoint before it is sound")
-    if name := checkpoint.not_finite(drafter.state_dict()):
+    if name := checkpoint.not_finite(state.drafter.state_dict()):
         raise RunError(
             f"step {step}: {name} is no longer finite and was not saved; "
             "older checkpoints are sound: try a lower optim.lr in another --run-dir"
         )
     if ranks.first:
         config = job.config
-        state = {**facts(config, job.identity), "world": ranks.world, "torch": torch.__version__}
-        checkpoint.save(config.run_dir / CHECKPOINTS, step, drafter, optimizer, state, config.save.keep_last)
+        about = {**facts(config, job.identity), "world": ranks.world, "torch": torch.__version__}
+        checkpoint.save(config.run_dir / CHECKPOINTS, step, state.files(), about, config.save.keep_last)
 
 
 def _status(job: Job, ranks: Ranks, state: str, **facts: int | str) -> None:

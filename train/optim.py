@@ -1,10 +1,14 @@
-"""AdamW, its schedule, and the one flat buffer that all gradients live in."""
+"""Optimizers, their schedules, and the one flat buffer that all gradients live in."""
 
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dflash_offline.shards.errors import UsageError
 from dflash_offline.train.config import OptimConfig
 
 
@@ -12,7 +16,7 @@ class Gradients:
     """Gradients of a module as views of one buffer: zeroed, summed over ranks, scaled and clipped in one call each."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = list(module.parameters())
+        parameters = [p for p in module.parameters() if p.requires_grad]
         self.flat = torch.zeros(
             sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
         )
@@ -23,7 +27,7 @@ class Gradients:
             at += parameter.numel()
 
     def normalise(self, divisor: float, clip: float) -> float:
-        """Divide by the weight of the step, then limit the norm. Returns the norm before the limit."""
+        """Divide by the divisor of the step, then limit the norm. Returns the norm before the limit."""
         self.flat /= divisor
         norm = float(torch.linalg.vector_norm(self.flat))
         if norm > clip:
@@ -31,42 +35,94 @@ class Gradients:
         return norm
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, since a norm's gain has no reason to be small."""
-    matrices = [p for p in module.parameters() if p.ndim > 1]
-    gains = [p for p in module.parameters() if p.ndim <= 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=config.betas,
-    )
+def matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
+    """Names that one of the patterns (`layers.0.*`) matches. Raises UsageError for a pattern that matches none."""
+    found: set[str] = set()
+    for pattern in patterns:
+        these = {name for name in names if fnmatchcase(name, pattern)}
+        if not these:
+            raise UsageError(f"{setting}: no tensor matches {pattern!r}; expected names such as {names[0]}, layers.0.*")
+        found |= these
+    return found
+
+
+def freeze(module: nn.Module, config: OptimConfig) -> None:
+    """Take what `optim.freeze` names out of training. Raises UsageError where that is everything, or nothing."""
+    parameters = dict(module.named_parameters())
+    frozen = matching([*parameters], config.freeze, "optim.freeze")
+    if len(frozen) == len(parameters):
+        raise UsageError(f"optim.freeze = {[*config.freeze]}: every tensor is frozen; expected some left to train")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+
+
+def build_optimizers(module: nn.Module, config: OptimConfig) -> list[Optimizer]:
+    """AdamW, or Muon for the matrices and AdamW for the rest, over what is not frozen.
+
+    A gain has no weight decay, since it has no reason to be small. Raises UsageError where torch has no Muon.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    exempt = matching([name for name, _ in module.named_parameters()], config.no_decay, "optim.no_decay")
+    matrices: list[Tensor] = [p for name, p in parameters.items() if p.ndim > 1 and name not in exempt]
+    exempted: list[Tensor] = [p for name, p in parameters.items() if p.ndim > 1 and name in exempt]
+    gains: list[Tensor] = [p for p in parameters.values() if p.ndim <= 1]
+
+    def groups(*sets: tuple[list[Tensor], float]) -> list[dict[str, object]]:
+        return [{"params": params, "weight_decay": decay} for params, decay in sets if params]
+
+    wide, plain = [(matrices, config.weight_decay), (exempted, 0.0)], [(gains, 0.0)]
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW(groups(*wide, *plain), lr=config.lr, betas=config.betas)]
+    if not hasattr(torch.optim, "Muon"):
+        raise UsageError(f"optim.optimizer = muon: torch {torch.__version__} has none; install torch 2.11 or newer")
+    made: list[Optimizer] = []
+    if matrices or exempted:
+        # Scaled to steps of AdamW's size, so that one rate and one decay fit both.
+        made.append(
+            torch.optim.Muon(groups(*wide), lr=config.lr, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw")
+        )
+    if gains:
+        made.append(torch.optim.AdamW(groups(*plain), lr=config.lr, betas=config.betas))
+    return made
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Rate of optimizer step 0 .. steps - 1: linear to lr, then half a cosine to lr * min_lr_ratio at the last step.
+    """Rate of optimizer step 0 .. steps - 1: linear to lr, then down to lr * min_lr_ratio at the last step.
 
+    Down by half a cosine, or (wsd) not before the last decay_ratio of all steps, and then linearly.
     A function of the step alone, so there is no scheduler state to lose on resume.
     """
     warmup = min(math.ceil(config.warmup_ratio * steps), steps - 1)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    done = (step + 1 - warmup) / (steps - warmup)
-    low = config.min_lr_ratio
-    return config.lr * (low + (1 - low) * (1 + math.cos(math.pi * done)) / 2)
+    if config.schedule == "cosine":
+        above = (1 + math.cos(math.pi * (step + 1 - warmup) / (steps - warmup))) / 2
+    else:
+        above = min(1.0, (steps - 1 - step) / math.ceil(config.decay_ratio * steps))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * above)
 
 
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State of the optimizer under `parameter name : state name`."""
+@torch.no_grad()
+def average_weights(average: nn.Module, module: nn.Module, decay: float, step: int) -> None:
+    """Move `average` towards the weights after `step` steps; faster at first, so that it forgets where it began."""
+    decay = min(decay, (1 + step) / (10 + step))
+    torch._foreach_lerp_([*average.parameters()], [*module.parameters()], 1 - decay)
+
+
+def optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """State of the optimizers under `parameter name : state name`."""
     return {
         f"{name}:{key}": value
         for name, parameter in module.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for optimizer in optimizers
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
     """Inverse of `optimizer_tensors`."""
     parameters = dict(module.named_parameters())
+    owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, value in tensors.items():
-        parameter, key = name.rsplit(":", 1)
-        optimizer.state[parameters[parameter]][key] = value
+        path, key = name.rsplit(":", 1)
+        owner[parameters[path]].state[parameters[path]][key] = value

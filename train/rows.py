@@ -83,6 +83,14 @@ def draw_anchors(eligible: Ints, count: int, seed: int, epoch: int, key: str) ->
     return np.sort(eligible[np.argsort(bits, kind="stable")[:count]])
 
 
+def unit_noise(shape: torch.Size, seed: int, epoch: int, key: str) -> Tensor:
+    """Uniform noise in [-1, 1] in 256 steps, as fine as bf16; a function of (seed, epoch, key)."""
+    digest = blake2b(f"noise {seed} {epoch} {key}".encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(-(-shape.numel() // 8))
+    bytes_ = torch.from_numpy(bits.astype("<u8").view(np.uint8)[: shape.numel()]).view(shape)
+    return (bytes_ - 127.5) / 127.5
+
+
 def supervised_slots(loss_mask: NDArray[np.uint8], anchors: Ints, size: int) -> NDArray[np.bool_]:
     """[A, K]: slots whose token is supervised, as are all before it in the block; never slot 0, the given token."""
     padded = np.concatenate([loss_mask != 0, np.zeros(size, dtype=bool)])
@@ -103,6 +111,8 @@ class RowBuilder:
     row_tokens: int
     row_anchors: int
     seed: int
+    noise: float = 0.0
+    """Largest size of the noise on the states."""
     last_hidden: bool = False
     """Whether rows hold the target's last hidden state."""
 
@@ -124,6 +134,8 @@ class RowBuilder:
             drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, epoch, sample.key)
             here, to = slice(at, at + len(ids)), slice(used, used + len(drawn))
             states[here] = select_layers(sample.states[: len(ids)], self.layers, spec.hidden_size)
+            if self.noise:
+                states[here] += self.noise * unit_noise(states[here].shape, self.seed, epoch, sample.key)
             position[here] = np.arange(len(ids))
             anchor[to], start[to], token[to] = drawn + at, at, ids[drawn]
             label[to] = np.pad(ids, (0, size))[drawn[:, None] + np.arange(size)]

@@ -1,0 +1,139 @@
+"""Runs end with the same numbers however often they were interrupted and on however many ranks they ran."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_reference import make_cache
+from train_runs import FLAGS, VARIANTS, config_of, finish, hashes, metrics, settings, small, start, wait_for
+
+from dflash_offline.train import checkpoint, loop
+from dflash_offline.train.export import run_drafter
+from dflash_offline.train.loop import train
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twelve_steps_are_seven_and_five(
+    ranks: int, cache: Path, finished: dict[str, Path], together: dict[str, Path], tmp_path: Path
+) -> None:
+    """B74, B84, B63: weights, moments, average, rates and losses, to the last bit."""
+    whole = finished if ranks == 1 else together
+    names = ["decay", "everything"]
+    for name in names:
+        shutil.copytree(whole[name], tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000012")
+    finish(ranks, *(["--cache", cache, "--run-dir", tmp_path / n, *FLAGS, *VARIANTS[n]] for n in names))
+    for name in names:
+        assert hashes(tmp_path / name, 12) == hashes(whole[name], 12)
+        assert metrics(tmp_path / name) == metrics(whole[name]) and len(metrics(whole[name])) == 12
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_equal_one_that_accumulates(name: str, finished: dict[str, Path], together: dict[str, Path]) -> None:
+    """B80, B76: in every objective, with either optimizer; two rows add up to the same bits in either order."""
+    assert metrics(finished[name]) == metrics(together[name])
+    assert hashes(finished[name], 12) == hashes(together[name], 12)
+
+
+def test_two_ranks_go_on_as_one_in_the_same_order(cache: Path, together: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(together["decay"], run)
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    finish(1, ["--cache", cache, "--run-dir", run, *FLAGS])
+    for one, two in zip(metrics(run), metrics(together["decay"]), strict=True):
+        assert [one[n] for n in ("anchors", "tokens", "lr")] == [two[n] for n in ("anchors", "tokens", "lr")]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+
+
+def test_a_checkpoint_is_fp32_tensors_and_text(finished: dict[str, Path]) -> None:
+    """B78, B84: no pickle, nothing in bf16, nothing of the target, no moments of what is frozen."""
+    for name, moments in (
+        ("decay", {"step", "exp_avg", "exp_avg_sq"}),
+        ("everything", {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}),
+    ):
+        found = checkpoint.at_step(finished[name] / "checkpoints", 12)
+        files = {"model.safetensors", "optimizer.safetensors", *(["ema.safetensors"] if name == "everything" else [])}
+        assert {p.name for p in found.folder.iterdir()} == {"state.json", *files}
+        loaded = {file: found.load(file) for file in files}
+        assert all(t.dtype == torch.float32 for tensors in loaded.values() for t in tensors.values())
+        assert {key.rsplit(":")[1] for key in loaded["optimizer.safetensors"]} == moments
+        assert not any("embed" in key or "head" in key for key in loaded["optimizer.safetensors"])
+
+
+def test_kills_change_nothing(cache: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags: list[object] = ["--cache", cache, "--run-dir", run, *FLAGS, "--save.every", "1"]
+    for lines in (2, 6):
+        process = start(1, *flags)
+        wait_for(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= lines, process)  # noqa: B023
+        process.kill()
+        process.communicate()
+    finish(1, flags)
+    assert hashes(run, 12) == hashes(finished["decay"], 12) and metrics(run) == metrics(finished["decay"])
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_stopped_run_has_the_metrics_of_one_that_was_not(
+    cache: Path, six: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, plain = settings(cache, tmp_path / "run"), loop.learning_rate
+
+    def stop_at_four(step: int, *rest: Any) -> float:
+        if step == 2:  # seen when the counts of the next step, the fourth, are collected
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(step, *rest)
+
+    monkeypatch.setattr(loop, "learning_rate", stop_at_four)
+    assert train(config) == 143
+    monkeypatch.setattr(loop, "learning_rate", plain)
+    assert metrics(config.run_dir)[-1]["step"] == 4 and "validation" in metrics(config.run_dir)[-1]
+    assert train(config) == 0
+    assert metrics(config.run_dir) == metrics(six) and hashes(config.run_dir, 6) == hashes(six, 6)
+    assert [("validation" in m) for m in metrics(six)] == [False, True] * 3
+
+
+def test_a_run_repeats_from_its_own_settings(cache: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    config = config_of(finished["decay"], cache)
+    assert config.model.sliding_window == 8 and config.model.layer_ids is None
+    finish(1, ["--config", finished["decay"] / "config.toml", "--run-dir", tmp_path / "again"])
+    assert hashes(tmp_path / "again", 12) == hashes(finished["decay"], 12)
+
+
+def test_empty_rows_change_nothing(cache: Path, tmp_path: Path) -> None:
+    train(small(cache, tmp_path / "a"))
+    train(small(cache, tmp_path / "b", rows_per_step=4))
+    assert hashes(tmp_path / "a", 2)["model.safetensors"] == hashes(tmp_path / "b", 2)["model.safetensors"]
+    assert [m["empty_rows"] for m in metrics(tmp_path / "b")] == [3, 3]
+
+
+def test_a_step_without_supervision_changes_nothing(tmp_path: Path) -> None:
+    ids, mask = np.arange(80, dtype=np.int32), np.array([0] * 60 + [1] * 20, np.uint8)
+    made = make_cache(tmp_path / "cache", [(ids, mask)])
+    config = small(made.path, tmp_path / "run", row_tokens=50)  # the cut leaves the prompt alone
+    assert train(config) == 0
+    steps = metrics(config.run_dir)
+    assert [(m["loss"], m["empty_rows"], m["grad_norm"]) for m in steps] == [(None, 1, 0.0)] * 2
+    untrained, trained = (run_drafter(config.run_dir, step)[0].state_dict() for step in (0, 2))
+    assert all(torch.equal(untrained[name], trained[name]) for name in untrained)
+
+
+def test_the_tensors_of_a_variant_move_as_its_settings_say(finished: dict[str, Path]) -> None:
+    found = checkpoint.at_step(finished["everything"] / "checkpoints", 12)
+    begin = run_drafter(finished["everything"], 0)[0].state_dict()
+    twelve, average = found.load(checkpoint.MODEL), found.load(checkpoint.EMA)
+    frozen = {name for name in begin if name.startswith("layers.0.mlp.") or name == "norm.weight"}
+    assert len(frozen) == 4
+    for name in begin:
+        assert torch.equal(begin[name], twelve[name]) == (name in frozen), name
+        assert torch.equal(begin[name], average[name]) == (name in frozen), name
+    moments = found.load(checkpoint.OPTIMIZER)
+    assert {name.rsplit(":", 1)[0] for name in moments} == {*begin} - frozen
+    matrices = {name for name in {*begin} - frozen if begin[name].ndim == 2}
+    assert {name.split(":")[0] for name in moments if name.endswith("momentum_buffer")} == matrices
+    served = run_drafter(finished["everything"], 12)[0].state_dict()
+    assert all(torch.equal(served[name], average[name]) for name in average)
