@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "compare",
         "diff",
     ),
+    "import": ("a cache from the states that another project stored", config.Import, "peers.importing", "run"),
+    "export": ("every sample as a safetensors file of its own", config.Export, "peers.export", "run"),
 }
 
 

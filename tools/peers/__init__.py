@@ -1,0 +1,1 @@
+"""Caches of other projects: what reads them, and what writes samples for others."""
