@@ -12,7 +12,7 @@ import torch
 from train_reference import make_cache
 from train_runs import FLAGS, VARIANTS, config_of, finish, hashes, metrics, settings, small, start, wait_for
 
-from dflash_offline.train import checkpoint, loop
+from dflash_offline.train import checkpoint, evaluate, loop
 from dflash_offline.train.export import run_drafter
 from dflash_offline.train.loop import train
 
@@ -78,20 +78,27 @@ def test_kills_change_nothing(cache: Path, finished: dict[str, Path], tmp_path: 
     assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize("moment", ["before", "during"])
 def test_a_stopped_run_has_the_metrics_of_one_that_was_not(
-    cache: Path, six: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, cache: Path, six: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, plain = settings(cache, tmp_path / "run"), loop.learning_rate
+    """A signal before or within the measuring of step 4, which may take longer than a signal leaves time."""
+    config, rates, walks = settings(cache, tmp_path / "run"), loop.learning_rate, evaluate.draft_sample
 
-    def stop_at_four(step: int, *rest: Any) -> float:
-        if step == 2:  # seen when the counts of the next step, the fourth, are collected
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(step, *rest)
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "learning_rate", stop_at_four)
+    if moment == "before":  # seen when the counts of the next step, the fourth, are collected
+        monkeypatch.setattr(loop, "learning_rate", lambda step, *rest: (step == 2 and stop(), rates(step, *rest))[1])
+    else:
+        calls: list[int] = []
+        monkeypatch.setattr(
+            evaluate, "draft_sample", lambda *a: (calls.append(1), len(calls) == 3 and stop(), walks(*a))[2]
+        )
     assert train(config) == 143
-    monkeypatch.setattr(loop, "learning_rate", plain)
-    assert metrics(config.run_dir)[-1]["step"] == 4 and "validation" in metrics(config.run_dir)[-1]
+    monkeypatch.undo()
+    assert checkpoint.newest(config.run_dir / "checkpoints")[0].step == 4  # type: ignore[union-attr]
+    assert [m["step"] for m in metrics(config.run_dir)] == [1, 2, 3]
     assert train(config) == 0
     assert metrics(config.run_dir) == metrics(six) and hashes(config.run_dir, 6) == hashes(six, 6)
     assert [("validation" in m) for m in metrics(six)] == [False, True] * 3

@@ -12,6 +12,7 @@ from dflash_offline.train.evaluate import bf16_weights, count, measure, summary,
 from dflash_offline.train.model import Drafter, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import column_index
+from dflash_offline.train.stop import Stop
 from dflash_offline.train.walk import Drafts, Step, draft_sample, supervised_spans, walk, walk_sample
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -120,7 +121,7 @@ def test_summary_pools_and_says_what_it_means(tmp_path: Path) -> None:
     made: Drafter = bf16_weights(drafter(), torch.device("cpu"))
     frozen: Target = target()
     numbers = list(range(12))
-    counts = measure(made, frozen, cache, numbers, ALONE)
+    counts = measure(made, frozen, cache, numbers, ALONE, Stop())
     result = summary(counts, 300, seed=0)
     steps = [walk_sample(made, frozen, cache.read(i)) for i in numbers]
     tokens = sum(s.recorded for each in steps for s in each)

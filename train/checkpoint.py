@@ -52,8 +52,15 @@ class Checkpoint:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def save(root: Path, step: int, files: Mapping[str, dict[str, Tensor]], facts: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint of `step` under `root`, then remove all but the newest `keep`."""
+def save(
+    root: Path,
+    step: int,
+    files: Mapping[str, dict[str, Tensor]],
+    facts: dict[str, Any],
+    keep: int,
+    best: int | None = None,
+) -> Path:
+    """Write the checkpoint of `step` under `root`, then remove all but the newest `keep` and that of step `best`."""
     final = root / f"step-{step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}"
     try:
@@ -71,7 +78,8 @@ def save(root: Path, step: int, files: Mapping[str, dict[str, Tensor]], facts: d
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in _folders(root)[keep:]:
-        _remove(old)
+        if _step(old) != best:
+            _remove(old)
     return final
 
 
@@ -89,6 +97,14 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     if passed:
         raise RunError(f"{root}: no complete checkpoint among {len(passed)}; the newest: {passed[0]}")
     return None, passed
+
+
+def at_best(root: Path) -> Checkpoint:
+    """The checkpoint with the highest held-out tau, as the newest tells. Raises UsageError where none was measured."""
+    found, _ = newest(root)
+    if found is None or found.state.get("best") is None:
+        raise UsageError(f"{root}: no step was measured while training; expected a run with validate.every > 0")
+    return at_step(root, found.state["best"]["step"])
 
 
 def at_step(root: Path, step: int) -> Checkpoint:

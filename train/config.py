@@ -195,7 +195,11 @@ class SaveConfig:
     every: int = 500
     """Optimizer steps between checkpoints."""
     keep_last: int = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_best: bool = True
+    """Save, and keep besides, the step with the highest held-out tau; needs validate.every."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy in the host's memory."""
 
     def __post_init__(self) -> None:
         _at_least("save.every", self.every, 1)
@@ -253,6 +257,8 @@ class EvalConfig:
     """Run whose checkpoint is measured."""
     step: int | None = None
     """Step of the run: a kept checkpoint, or 0 for the untrained weights; None: the newest."""
+    best: bool = False
+    """Use the kept checkpoint with the highest held-out tau."""
     drafter: Path | None = None
     """Exported or published drafter folder, instead of a run."""
     cache: Path | None = None
@@ -281,8 +287,9 @@ class EvalConfig:
             raise ValueError("--drafter needs --cache CACHE")
         if self.drafter is not None and self.split != "all" and self.val_fraction is None:
             raise ValueError(f"--drafter with --split {self.split} needs --val-fraction; or use --split all")
-        if self.drafter is not None and self.step is not None:
-            raise ValueError("--step goes with --run-dir, not with --drafter")
+        if self.drafter is not None and (self.step is not None or self.best):
+            raise ValueError("--step and --best go with --run-dir, not with --drafter")
+        _one_step(self.step, self.best)
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise ValueError(f"val_fraction: expected 0 <= val_fraction < 1, found {self.val_fraction}")
         for name in ("samples", "resamples"):
@@ -298,8 +305,18 @@ class ExportConfig:
     """Run whose checkpoint is exported."""
     step: int | None = None
     """Step of the run: a kept checkpoint, or 0 for the untrained weights; None: the newest."""
+    best: bool = False
+    """Use the kept checkpoint with the highest held-out tau."""
     out: Path = Path("drafter")
     """New folder to write."""
+
+    def __post_init__(self) -> None:
+        _one_step(self.step, self.best)
+
+
+def _one_step(step: int | None, best: bool) -> None:
+    if best and step is not None:
+        raise ValueError(f"expected either --best or --step {step}")
 
 
 def _at_least(name: str, value: int, least: int, below: int = 2**31) -> None:

@@ -25,6 +25,7 @@ from dflash_offline.train.model import Drafter, RMSNorm, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.plan import Ints, held_out, in_key_order
 from dflash_offline.train.rows import column_index
+from dflash_offline.train.stop import Stop
 from dflash_offline.train.walk import Drafts, draft_sample, walk
 
 NOT_GREEDY = (
@@ -59,14 +60,20 @@ def count(drafts: Drafts) -> tuple[Ints, Ints, Ints]:
     return walked, np.array([drafts.accepted_A.sum(), len(drafts.anchor_A)]), slots
 
 
-def measure(drafter: Drafter, target: Target, cache: Cache, numbers: Sequence[int], ranks: Ranks) -> Counts:
-    """Walk samples `numbers`, shared among the ranks; every rank gets all counts."""
+def measure(
+    drafter: Drafter, target: Target, cache: Cache, numbers: Sequence[int], ranks: Ranks, stop: Stop
+) -> Counts | None:
+    """Walk samples `numbers`, shared among the ranks. Each gets all counts, or None where one was told to stop."""
     layers = column_index(cache.layer_ids, drafter.spec.layer_ids)
     size = drafter.spec.block_size
     table = torch.zeros(len(numbers), 4 + 4 * (size - 1), dtype=torch.int64)
     for i in ranks.share(range(len(numbers))):
+        if stop.signal is not None:
+            break
         walked, uniform, slots = count(draft_sample(drafter, target, cache.read(numbers[i]), layers))
         table[i] = torch.from_numpy(np.concatenate([walked, uniform, slots.ravel()]))
+    if ranks.sum(torch.tensor(stop.signal is not None, dtype=torch.int64, device=ranks.device)):
+        return None
     found = ranks.sum(table.to(ranks.device)).cpu().numpy()
     return Counts(found[:, :2], found[:, 2:4], found[:, 4:].reshape(len(numbers), 4, size - 1))
 
@@ -138,7 +145,8 @@ def evaluate(config: EvalConfig) -> int:
                 "expected another --val-fraction, or --split all"
             )
         target = load_target(cache, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)
-        counts = measure(bf16_weights(drafter, ranks.device), target, cache, numbers, ranks)
+        counts = measure(bf16_weights(drafter, ranks.device), target, cache, numbers, ranks, Stop())
+        assert counts is not None  # nobody asks
         result = {
             "drafter": str(config.drafter or config.run_dir),
             "step": step,
@@ -178,7 +186,7 @@ def _drafter(config: EvalConfig) -> tuple[Drafter, int | None]:
     if config.drafter is not None:
         return load_drafter(config.drafter), None
     assert config.run_dir is not None
-    return run_drafter(config.run_dir, config.step)
+    return run_drafter(config.run_dir, config.step, config.best)
 
 
 def _default_out(config: EvalConfig, step: int | None) -> Path:

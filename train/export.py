@@ -125,8 +125,8 @@ def first_drafter(config: ModelConfig, spec: DrafterSpec, seed: int) -> Drafter:
     return drafter
 
 
-def run_drafter(run: Path, step: int | None) -> tuple[Drafter, int]:
-    """The drafter of a run after `step` steps (None: of its newest checkpoint; 0: untrained), and the step."""
+def run_drafter(run: Path, step: int | None, best: bool = False) -> tuple[Drafter, int]:
+    """The drafter of a run after `step` steps (None: the newest, or the best; 0: untrained), and the step."""
     config, identity = read_config(run), read_identity(run)
     check_checkpoints(run, config, identity)
     spec = from_config(identity["drafter"], str(run / "identity.json"))
@@ -136,6 +136,8 @@ def run_drafter(run: Path, step: int | None) -> tuple[Drafter, int]:
         return first_drafter(config.model, spec, config.seed), 0
     root = run / CHECKPOINTS
     found, passed = checkpoint.newest(root) if step is None else (checkpoint.at_step(root, step), [])
+    if best:
+        found = checkpoint.at_best(root)
     for reason in passed:
         say(f"passed over an incomplete checkpoint: {reason}")
     if found is None:
@@ -147,7 +149,7 @@ def run_drafter(run: Path, step: int | None) -> tuple[Drafter, int]:
 
 def export(config: ExportConfig) -> int:
     """The command."""
-    drafter, step = run_drafter(config.run_dir, config.step)
+    drafter, step = run_drafter(config.run_dir, config.step, config.best)
     export_drafter(drafter, config.out)
     print(f"step {step} of {config.run_dir} written to {config.out}")
     return 0

@@ -2,7 +2,7 @@
 
 import math
 import signal
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -11,18 +11,21 @@ import torch
 from dflash_offline.shards.errors import RunError
 from dflash_offline.shards.files import write_json
 from dflash_offline.train import checkpoint, parallel
+from dflash_offline.train.checkpoint import Checkpoint
 from dflash_offline.train.config import TrainConfig
-from dflash_offline.train.evaluate import bf16_weights, load_target, measure, summary
+from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import first_drafter
-from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
+from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, hold
 from dflash_offline.train.job import Job, prepare
-from dflash_offline.train.log import Clock, Metrics, line, say
+from dflash_offline.train.log import Clock, Metrics, say
 from dflash_offline.train.loss import Objective, block_loss
 from dflash_offline.train.model import Drafter, Target, block_inputs
 from dflash_offline.train.optim import learning_rate
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import Row, ahead
+from dflash_offline.train.saver import saver
 from dflash_offline.train.state import State
+from dflash_offline.train.step_end import StepEnd
 from dflash_offline.train.stop import Stop, stop_signals
 from dflash_offline.train.tally import Tally, step_metrics
 
@@ -53,7 +56,9 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim)
     target = load_target(job.cache, device, dtype)
     objective = Objective.of(config.loss, spec.block_size, device)
-    first = _resume(job, ranks, state)
+    found = _resume(job, ranks, state)
+    about = found.state if found else {}
+    first = about.get("step", 0)
     metrics = Metrics(config.run_dir / "metrics.jsonl", first) if ranks.first else None
     if metrics:
         again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
@@ -63,56 +68,54 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
     rows = ahead(lambda row: builder.build(*row), dealt, config.data.threads, config.data.rows_ahead)
     clock = Clock(device)
-    for step in range(first + 1, job.steps + 1):
-        state.gradients.flat.zero_()
-        tally = Tally(spec.block_size, device)
-        for row in islice(rows, config.data.rows_per_step // ranks.world):
-            clock.lap("data")
-            tally.add_row(row)
-            if row.anchors:
-                _learn(state.drafter, target, row.to(device), objective, dtype, tally, clock)
-        tally.add("stops", stop.signal is not None)
-        sums = tally.collect(ranks)
-        ranks.sum(state.gradients.flat)
-        clock.lap("reduce")
-        rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
-        # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
-        if sums["divisor"]:
-            norm = state.gradients.normalise(sums["divisor"], config.optim.clip)
-            # Both are of sums over the ranks, so all of them leave here or none.
-            if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
-                raise RunError(
-                    f"step {step}: loss is {sums['loss'] / sums['divisor']}, gradient norm {norm}; expected finite "
-                    "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
-                )
-            state.step(step, rate)
-        clock.lap("optimizer")
-
-        stopping, last = sums["stops"] > 0, step == job.steps
-        entry: dict[str, Any] = {
-            "step": step,
-            "epoch": (step - 1) / job.plan.steps_per_epoch,
-            "lr": rate,
-            "grad_norm": norm,
-        }
-        entry |= step_metrics(sums, clock.read(), spec.block_size)
-        # Also when stopping: the rerun goes on after this step and would never measure it.
-        if config.validate.every and (step % config.validate.every == 0 or last):
-            counts = measure(bf16_weights(state.served, device), target, job.cache, job.validation, ranks)
-            entry["validation"] = summary(counts, resamples=200, seed=config.seed)
+    with saver(config.run_dir / CHECKPOINTS, config.save) as writer, closing(rows):
+        end = StepEnd(
+            job=job, ranks=ranks, stop=stop, state=state, target=target, saver=writer, metrics=metrics,
+            best=about.get("best"),
+        )  # fmt: skip
+        done, stopping = first, False
+        if unmeasured := about.get("unmeasured"):
+            stopping = end.close(unmeasured, stopping=False, show=True)
+        for step in range(first + 1, job.steps + 1):
+            if stopping:
+                break
+            state.gradients.flat.zero_()
+            tally = Tally(spec.block_size, device)
+            for row in islice(rows, config.data.rows_per_step // ranks.world):
+                clock.lap("data")
+                tally.add_row(row)
+                if row.anchors:
+                    _learn(state.drafter, target, row.to(device), objective, dtype, tally, clock)
+            tally.add("stops", stop.signal is not None)
+            sums = tally.collect(ranks)
+            ranks.sum(state.gradients.flat)
+            clock.lap("reduce")
+            rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
+            # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
+            if sums["divisor"]:
+                norm = state.gradients.normalise(sums["divisor"], config.optim.clip)
+                # Both are of sums over the ranks, so all of them leave here or none.
+                if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
+                    raise RunError(
+                        f"step {step}: loss is {sums['loss'] / sums['divisor']}, gradient norm {norm}; expected finite "
+                        "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
+                    )
+                state.step(step, rate)
+            clock.lap("optimizer")
+            entry: dict[str, Any] = {
+                "step": step,
+                "epoch": (step - 1) / job.plan.steps_per_epoch,
+                "lr": rate,
+                "grad_norm": norm,
+                **step_metrics(sums, clock.read(), spec.block_size),
+            }
+            stopping = end.close(entry, sums["stops"] > 0, step % config.log_every == 0 or step == first + 1)
+            done = step
             clock.read()
+    if stopping:
         if metrics:
-            metrics.write(entry)
-            if step % config.log_every == 0 or step == first + 1 or last or stopping:
-                say(line(entry, job.steps))
-        if stopping or last or step % config.save.every == 0:
-            _save(job, ranks, step, state)
-            clock.read()
-        if stopping:
-            if metrics:
-                say(f"stopped after step {step} of {job.steps}, which is saved; rerun to continue")
-            rows.close()
-            return 128 + (stop.signal or signal.SIGTERM)
+            say(f"stopped after step {done} of {job.steps}, which is saved; rerun to continue")
+        return 128 + (stop.signal or signal.SIGTERM)
     return 0
 
 
@@ -141,33 +144,17 @@ def _learn(
     clock.lap("backward")
 
 
-def _resume(job: Job, ranks: Ranks, state: State) -> int:
-    """Restore the newest complete checkpoint; the steps it had done, 0 where there is none."""
+def _resume(job: Job, ranks: Ranks, state: State) -> Checkpoint | None:
+    """Restore the newest complete checkpoint and return it."""
     root = job.config.run_dir / CHECKPOINTS
     found, passed = checkpoint.newest(root)
     if ranks.first:
         checkpoint.clean(root)
         for reason in passed:
             say(f"passed over an incomplete checkpoint: {reason}")
-    if found is None:
-        return 0
-    state.restore(found)
-    return found.step
-
-
-def _save(job: Job, ranks: Ranks, step: int, state: State) -> None:
-    """Write a checkpoint of weights that all ranks agree on, and wait for it."""
-    if not ranks.agree(state.hash()):
-        raise RunError(f"step {step}: the weights of the ranks differ; the last checkpoint before it is sound")
-    if name := checkpoint.not_finite(state.drafter.state_dict()):
-        raise RunError(
-            f"step {step}: {name} is no longer finite and was not saved; "
-            "older checkpoints are sound: try a lower optim.lr in another --run-dir"
-        )
-    if ranks.first:
-        config = job.config
-        about = {**facts(config, job.identity), "world": ranks.world, "torch": torch.__version__}
-        checkpoint.save(config.run_dir / CHECKPOINTS, step, state.files(), about, config.save.keep_last)
+    if found is not None:
+        state.restore(found)
+    return found
 
 
 def _status(job: Job, ranks: Ranks, state: str, **facts: int | str) -> None:
