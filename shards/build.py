@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from dflash_offline.shards import index, manifest
 from dflash_offline.shards.calibration import CODEC_FILE
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
-from dflash_offline.shards.files import take_lock
+from dflash_offline.shards.files import atomic_file, take_lock
 from dflash_offline.shards.keys import keys_hash
-from dflash_offline.shards.layout import read_schema, read_trailer
+from dflash_offline.shards.layout import is_salvaged, read_schema, read_trailer, salvaged
 from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.writer import Identity, ShardWriter
 
@@ -95,6 +95,8 @@ def is_done(path: Path, task: str) -> bool:
             print(f"{error}; moved to {path.name}.torn", file=sys.stderr)
             path.replace(path.with_name(f"{path.name}.torn"))
             return False
+    if found != task and found == salvaged(task):
+        return False  # what a repair kept of it
     if found != task:
         raise CorruptError(f"{path}: written by task {found}, the plan says {task}; use another cache folder")
     return True
@@ -144,6 +146,8 @@ def finish(cache: Path, draft: Manifest, tasks: Mapping[str, str], facts: Mappin
                 )
     if lacking := sorted(tasks.keys() - {shard.name for shard, _ in shards}):
         raise RunError(f"{cache / lacking[0]}: missing ({len(lacking)} such shards); rerun the same command")
+    if (cache / SKIPPED).is_file() and not any(is_salvaged(task) for task in tasks.values()):
+        _forget_damage(cache / SKIPPED)
     table = index.build(shards)
     modes = table.column("response").unique().to_pylist()
     counts = {"samples": len(table), "tokens": sum(table.column("tokens").to_pylist())}
@@ -158,3 +162,12 @@ def finish(cache: Path, draft: Manifest, tasks: Mapping[str, str], facts: Mappin
         ),
         table,
     )
+
+
+def _forget_damage(path: Path) -> None:
+    """Samples that a repair had dropped are back: they are not skipped any more."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"reason": "damaged"' not in line]
+    if len(kept) < len(lines):
+        with atomic_file(path) as file:
+            file.write(b"".join(kept))

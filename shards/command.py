@@ -11,6 +11,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -22,12 +23,17 @@ T = TypeVar("T")
 def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
     """Build the frozen dataclass `cls` from `[--config FILE.toml] [--field.name VALUE ...]`; flags win over the file.
 
-    Raises UsageError for an unreadable file, an unknown key or a value of the wrong type or range.
+    A switch may stand without a value. Raises UsageError for an unreadable file, an unknown key or a value of the wrong
+    type or range.
     """
     import tyro
 
     default: Any = tyro.MISSING_NONPROP
     argv = [word for a in argv for word in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    switches = {f"--{f.name.replace('_', '-')}" for f in fields(cls) if f.type is bool}  # type: ignore[arg-type]
+    for at in reversed(range(len(argv))):
+        if argv[at] in switches and argv[at + 1 : at + 2] not in (["True"], ["False"]):
+            argv.insert(at + 1, "True")
     if "--config" in argv:
         at = argv.index("--config")
         if "--config" in argv[at + 1 :]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dflash_offline.shards import manifest
@@ -71,6 +72,7 @@ def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
         raise CorruptError(f"{path}: changed or cut ({path.stat().st_size} bytes); {hint}")
     try:
         table = pq.read_table(path, columns=None if ranges else [n for n in SCHEMA.names if not n.startswith("frame_")])
+        table.validate(full=True)
     except (pa.ArrowException, OSError) as error:  # its hash is right, so it was written so
         raise CorruptError(f"{path}: not an index: {str(error).splitlines()[0]}; {hint}") from None
     table = table.replace_schema_metadata()
@@ -78,4 +80,7 @@ def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
         raise CorruptError(f"{path}: columns are {table.schema.names}, expected {SCHEMA.names}; {hint}")
     if len(table) != info.index["rows"]:
         raise CorruptError(f"{path}: {len(table)} rows, the manifest says {info.index['rows']}; {hint}")
+    numbers = [name for name in table.schema.names if table.schema.field(name).type in (pa.int32(), pa.int64())]
+    if len(table) and any(table.column(name).null_count or pc.min(table.column(name)).as_py() < 0 for name in numbers):
+        raise CorruptError(f"{path}: a negative number or none in one of {', '.join(numbers)}; {hint}")
     return table.combine_chunks()

@@ -17,6 +17,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -27,6 +28,9 @@ _HEAD = struct.Struct("<8s16sQQ")
 _MESSAGE = struct.Struct("<QQQ")
 _TAIL = struct.Struct("<QQ8s")
 _MAGIC, _END_MAGIC = b"DFTRAIL1", b"DFSHARD1"
+_ONE_READ = 1 << 30
+"""The kernel gives at most 2 GiB for one call, whatever was asked."""
+_SALVAGED = "5a17a6ed" * 2
 
 IDENTITY = [
     pa.field("key", pa.string(), nullable=False),
@@ -127,12 +131,13 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
     start = size - _TAIL.size - length
     if magic != _END_MAGIC or length < _HEAD.size or start < len(END_OF_STREAM):
         raise bad("no trailer: torn, cut or not a shard")
-    body = os.pread(file.fileno(), length, start)
-    if xxhash.xxh3_64_intdigest(body) != checksum:
-        raise bad("trailer checksum differs")
-    magic, task, count, index_bytes = _HEAD.unpack_from(body)
+    # Before the rest is read: its length is what would be allocated.
+    magic, task, count, index_bytes = _HEAD.unpack(os.pread(file.fileno(), _HEAD.size, start))
     if magic != _MAGIC or _HEAD.size + count * _MESSAGE.size + index_bytes != length or count < 1:
         raise bad("trailer head is not one of this version")
+    body = memoryview(read_range(file.fileno(), start, length))
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        raise bad("trailer checksum differs")
     messages, at = [], 0
     for i in range(count):
         offset, size_i, xxh3 = _MESSAGE.unpack_from(body, _HEAD.size + i * _MESSAGE.size)
@@ -142,10 +147,23 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
         at += size_i
     if at + len(END_OF_STREAM) != start or os.pread(file.fileno(), len(END_OF_STREAM), at) != END_OF_STREAM:
         raise bad(f"the stream ends at byte {at}, but the trailer starts at {start}")
-    index = pa.ipc.open_stream(body[_HEAD.size + count * _MESSAGE.size :]).read_all()
-    if not index.schema.equals(INDEX_SCHEMA) or len(index) != count - 1:
-        raise bad(f"trailer has {len(index)} index rows for {count - 1} samples")
+    try:
+        index = _read_index(body[_HEAD.size + count * _MESSAGE.size :])
+    except (pa.ArrowException, CorruptError) as error:  # its hash is right, so it was written so
+        raise bad(f"trailer's index: {str(error).splitlines()[0]}") from None
+    columns = (index.column(name).to_pylist() for name in ("row", "offset", "length", "xxh3"))
+    if list(zip(*columns, strict=True)) != [(i, m.offset, m.length, m.xxh3) for i, m in enumerate(messages[1:])]:
+        raise bad(f"trailer's index of {len(index)} rows does not list its {count - 1} samples")
     return Trailer(task=task.hex(), messages=tuple(messages), index=index)
+
+
+def _read_index(stream: memoryview) -> pa.Table:
+    """A trailer's index batch. Nothing in it points outside it."""
+    messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(stream)))
+    schema = pa.ipc.read_schema(messages[0])
+    if not schema.equals(INDEX_SCHEMA):
+        raise CorruptError(f"columns are {schema.names}, expected {INDEX_SCHEMA.names}")
+    return pa.Table.from_batches([_read_batch(message, INDEX_SCHEMA) for message in messages[1:]], INDEX_SCHEMA)
 
 
 def read_schema(file: BinaryIO, trailer: Trailer, name: str) -> pa.Schema:
@@ -160,13 +178,71 @@ def read_schema(file: BinaryIO, trailer: Trailer, name: str) -> pa.Schema:
     return schema
 
 
-def read_sample(message: bytes, last_hidden: bool) -> pa.RecordBatch:
+def read_sample(message: bytes | memoryview, last_hidden: bool) -> pa.RecordBatch:
     """A record batch message whose hash was checked. Raises CorruptError when it is none of ours."""
     try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), sample_schema(last_hidden))
-        batch.validate(full=True)  # a forged message may pass its hash, and its offsets point anywhere
+        batch = _read_batch(pa.ipc.read_message(pa.py_buffer(message)), sample_schema(last_hidden))
     except pa.ArrowException as error:
         raise CorruptError(f"not a sample: {str(error).splitlines()[0]}") from None
     if len(batch) != 1:
         raise CorruptError(f"{len(batch)} rows in a message, expected 1")
     return batch
+
+
+def _read_batch(message: pa.ipc.Message, schema: pa.Schema) -> pa.RecordBatch:
+    """A batch that was written by ours or is refused: a forged one may have the right hash, and point anywhere."""
+    if _is_compressed(message.metadata):
+        raise CorruptError("a compressed batch, expected a plain one")
+    batch = pa.ipc.read_record_batch(message, schema)
+    batch.validate(full=True)
+    for column in batch.columns:
+        while column is not None:
+            if column.null_count:
+                raise CorruptError("a batch with nulls, expected none")
+            column = getattr(column, "values", None)
+    return batch
+
+
+def _is_compressed(metadata: pa.Buffer) -> bool:
+    """Whether a record batch's flatbuffer asks Arrow to inflate buffers, to sizes of its own choice.
+
+    Message.header (its third field) -> RecordBatch.compression (its fourth); Arrow checked the flatbuffer.
+    """
+    data = memoryview(metadata)
+
+    def field(table: int, number: int) -> int:
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        (size,) = struct.unpack_from("<H", data, vtable)
+        at = 4 + 2 * number
+        return table + offset if at < size and (offset := struct.unpack_from("<H", data, vtable + at)[0]) else 0
+
+    (root,) = struct.unpack_from("<I", data)
+    header = field(root, 2)
+    return bool(header and field(header + struct.unpack_from("<I", data, header)[0], 3))
+
+
+def frame_ranges(frames: pa.Array, shift: int) -> tuple[list[int], list[int]]:
+    """Offset and length in the file of every frame; `shift` takes an address in memory to an offset in the file."""
+    if not len(frames):
+        return [], []
+    starts = np.frombuffer(frames.buffers()[1], np.int64, len(frames) + 1)
+    return (shift + frames.buffers()[2].address + starts[:-1]).tolist(), np.diff(starts).tolist()
+
+
+def read_range(fd: int, offset: int, length: int, out: memoryview | None = None) -> memoryview:
+    """`length` bytes from `offset`, into the beginning of `out` where it is given; fewer at the end of the file."""
+    out = memoryview(bytearray(length)) if out is None else out[:length]
+    at = 0
+    while at < length and (count := os.preadv(fd, [out[at : at + _ONE_READ]], offset + at)):
+        at += count
+    return out[:at]
+
+
+def salvaged(task: str) -> str:
+    """The task hash of what is left of a task's shard: another one, so that extraction runs the task again."""
+    return _SALVAGED + task[len(_SALVAGED) :]
+
+
+def is_salvaged(task: str) -> bool:
+    """True for what `salvaged` gives."""
+    return task.startswith(_SALVAGED)

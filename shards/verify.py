@@ -1,16 +1,20 @@
 """Checking a whole cache: every byte of every file against a checksum, every sample against its key.
 
-Faults are collected, not raised: one damaged shard must not hide the next.
+Faults are collected, not raised: one damaged shard must not hide the next. Threads take a shard each and hold one
+sample at a time; reading and hashing both run outside the interpreter lock.
 """
 
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
 from dflash_offline.shards import calibration, index, manifest
@@ -19,8 +23,12 @@ from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import is_sound, spans
 from dflash_offline.shards.keys import eligible_anchors, last_positions, prompt_key, sample_key
-from dflash_offline.shards.layout import Trailer, read_sample, read_schema, read_trailer
+from dflash_offline.shards.layout import IDENTITY, frame_ranges, read_range, read_sample, read_schema, read_trailer
 from dflash_offline.shards.manifest import Manifest, ShardInfo
+
+ASIDE = (".torn", ".foreign")
+"""Endings of what was set aside in the shards folder; nobody reads such files."""
+_local = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,37 +41,80 @@ class Findings:
     samples: int
     tokens: int
     bytes: int
+    """Of the shards."""
+    checked: int
+    """Samples whose bytes were read."""
+    read: int
+    """Bytes of the shards that were read."""
 
 
-def verify(folder: Path, threads: int) -> Findings:
-    """Check the cache at `folder`. Raises UsageError when it is none; damage is returned, never raised."""
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found in one shard."""
+
+    faults: list[str]
+    samples: int = 0
+    tokens: int = 0
+    checked: int = 0
+    read: int = 0
+
+
+def verify(
+    folder: Path,
+    threads: int,
+    share: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda read, total: None,
+) -> Findings:
+    """Check the cache at `folder`, or a random `share` of every shard's samples and all else.
+
+    `progress` is told bytes read so far and in all. Raises UsageError when it is no cache; damage is returned.
+    """
     try:
         info = manifest.read(folder)
     except CorruptError as error:
-        return Findings(faults=[str(error)], shards=0, samples=0, tokens=0, bytes=0)
-    last_hidden = info.last_hidden
-    faults = [*_check_side_files(folder, info), *_check_names(folder, info)]
-    shards = info.shards if info.complete else _finished(folder)
-    present = [s for s in shards if (folder / s.name).is_file()]
-    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
-    with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(lambda s: _check_shard(folder / s.name, s, metadata, last_hidden), present))
-    trailers = [t for _, t in results]
-    for shard_faults, _ in results:
-        faults += shard_faults
+        return Findings(faults=[str(error)], shards=0, samples=0, tokens=0, bytes=0, checked=0, read=0)
+    faults = [*check_side_files(folder, info), *check_names(folder, info)]
+    shards, table = info.shards if info.complete else _finished(folder), None
     if info.complete:
-        faults += _check_index(folder, info, trailers)
-    tables = [t.index for t in trailers if t]
+        try:
+            table = index.load(folder, info, ranges=True)
+        except CorruptError as error:
+            faults.append(str(error))
+    first_rows = np.cumsum([0, *(s.rows for s in shards)]).tolist()
+    if table is not None and first_rows[-1] != len(table):
+        faults.append(f"{folder / index.NAME}: {len(table)} rows, the manifest lists {first_rows[-1]} in shards")
+        table = None
+    present = [n for n, s in enumerate(shards) if (folder / s.name).is_file()]
+    total, done, lock = int(share * sum(shards[n].bytes for n in present)), 0, threading.Lock()
+
+    def note(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(done, total)
+
+    def check(number: int) -> Checked:
+        shard = shards[number]
+        rows = None if table is None else table.slice(first_rows[number], shard.rows)
+        rng = np.random.default_rng([seed, number])
+        return check_shard(folder, shard, info, rows, lambda n: _draw(rng, n, share), note)
+
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(check, present))
     return Findings(
-        faults=faults,
+        faults=faults + [fault for result in results for fault in result.faults],
         shards=len(present),
-        samples=sum(len(t) for t in tables),
-        tokens=sum(sum(t.column("tokens").to_pylist()) for t in tables),
-        bytes=sum((folder / s.name).stat().st_size for s in present),
+        samples=sum(r.samples for r in results),
+        tokens=sum(r.tokens for r in results),
+        bytes=sum((folder / shards[n].name).stat().st_size for n in present),
+        checked=sum(r.checked for r in results),
+        read=sum(r.read for r in results),
     )
 
 
-def _check_side_files(folder: Path, info: Manifest) -> Iterator[str]:
+def check_side_files(folder: Path, info: Manifest) -> Iterator[str]:
+    """Faults of the calibration and of the copied target files."""
     files = {calibration.CODEC_FILE: info.codec.calibration}
     files |= {f"{TARGET_FOLDER}/{name}": digest for name, digest in info.target.get("copied", {}).items()}
     for name, digest in files.items():
@@ -73,83 +124,153 @@ def _check_side_files(folder: Path, info: Manifest) -> Iterator[str]:
             yield f"{folder / name}: changed after writing"
 
 
-def _finished(folder: Path) -> list[ShardInfo]:
-    """What is there so far in a cache being written; its trailers say the rest."""
-    paths = sorted((folder / index.SHARDS_FOLDER).glob("*.arrow"))
-    return [ShardInfo(name=f"{index.SHARDS_FOLDER}/{p.name}", task="", rows=-1, bytes=p.stat().st_size) for p in paths]
-
-
-def _check_names(folder: Path, info: Manifest) -> Iterator[str]:
+def check_names(folder: Path, info: Manifest) -> Iterator[str]:
+    """Shards that a complete cache lacks, and files that do not belong to it."""
     if not info.complete:
         return
     known = {s.name for s in info.shards}
     for name in sorted(known):
         if not (folder / name).is_file():
             yield f"{folder / name}: missing"
-    for path in sorted((folder / index.SHARDS_FOLDER).iterdir()):
-        name = f"{index.SHARDS_FOLDER}/{path.name}"
-        if name not in known and not path.name.endswith(".skipped.jsonl"):
-            yield f"{path}: not a shard of this cache"
+    for path in strangers(folder, info):
+        yield f"{path}: not a shard of this cache"
+    for path in sorted(folder.glob("*.tmp")):
+        yield f"{path}: left over from a write that was cut"
 
 
-def _check_index(folder: Path, info: Manifest, trailers: list[Trailer | None]) -> Iterator[str]:
+def strangers(folder: Path, info: Manifest) -> list[Path]:
+    """Files among the shards that are none, nor set aside."""
+    known = {s.name for s in info.shards}
+    shards = folder / index.SHARDS_FOLDER
+    return [
+        path
+        for path in (sorted(shards.iterdir()) if shards.is_dir() else ())
+        if f"{index.SHARDS_FOLDER}/{path.name}" not in known and not path.name.endswith((".skipped.jsonl", *ASIDE))
+    ]
+
+
+def _finished(folder: Path) -> list[ShardInfo]:
+    """What is there so far in a cache being written; its trailers say the rest."""
+    paths = sorted((folder / index.SHARDS_FOLDER).glob("*.arrow"))
+    return [ShardInfo(name=f"{index.SHARDS_FOLDER}/{p.name}", task="", rows=0, bytes=p.stat().st_size) for p in paths]
+
+
+def _draw(rng: np.random.Generator, rows: int, share: float) -> list[int]:
+    """Random rows in order, at least one."""
+    if share >= 1:
+        return list(range(rows))
+    return sorted(rng.choice(rows, min(rows, int(np.ceil(share * rows))), replace=False).tolist())
+
+
+def check_shard(
+    folder: Path,
+    shard: ShardInfo,
+    info: Manifest,
+    rows: pa.Table | None,
+    pick: Callable[[int], list[int]] = lambda n: list(range(n)),
+    note: Callable[[int], None] = lambda count: None,
+) -> Checked:
+    """All faults of one shard. `rows` are its rows of index.parquet where known; `pick(n)` says which of n to read."""
+    path, faults, read = folder / shard.name, list[str](), 0
+    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
     try:
-        table = index.load(folder, info, ranges=True)
-    except CorruptError as error:
-        yield str(error)
-        return
-    whole = [(s, t) for s, t in zip(info.shards, trailers, strict=False) if t]
-    if len(whole) == len(info.shards) and not table.equals(index.build(whole)):
-        yield f"{folder / index.NAME}: differs from the shards' trailers; delete it and rerun `dflash-extract run`"
-
-
-def _check_shard(
-    path: Path, info: ShardInfo, metadata: dict[bytes, bytes], last_hidden: bool
-) -> tuple[list[str], Trailer | None]:
-    """All faults of one shard, and its trailer if that is sound."""
-    try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             trailer = read_trailer(file, str(path))
-            faults = []
             found = (trailer.task, len(trailer.index), path.stat().st_size)
-            if info.task and found != (info.task, info.rows, info.bytes):
-                faults.append(f"{path}: not the shard the manifest lists (task {trailer.task}, expected {info.task})")
+            if shard.task and found != (shard.task, shard.rows, shard.bytes):
+                faults.append(f"{path}: not the shard the manifest lists (task {trailer.task}, expected {shard.task})")
+            elif rows is not None and not rows.equals(index.build([(shard, trailer)])):
+                faults.append(
+                    f"{folder / index.NAME}: differs from the trailer of {shard.name}; run `dflash-shards repair`"
+                )
             try:
                 if read_schema(file, trailer, str(path)).metadata != metadata:
                     faults.append(f"{path}: written with another codec, calibration or layers than the manifest says")
             except CorruptError as error:
                 faults.append(str(error))
-            faults += [f"{path}: {fault}" for fault in _check_samples(file, trailer, last_hidden)]
-            return faults, trailer
-    except (RunError, OSError) as error:
-        return [str(error)], None
+            chosen = pick(len(trailer.index))
+            for n in chosen:
+                row = trailer.index.slice(n, 1).to_pylist()[0]
+                faults += [
+                    f"{path}: row {row['row']}, sample {row['key']}: {fault}"
+                    for fault in sample_faults(read_message(file, row), row, info.last_hidden)
+                ]
+                read += row["length"]
+                note(row["length"])
+            return Checked(
+                faults=faults,
+                samples=len(trailer.index),
+                tokens=sum(trailer.index.column("tokens").to_pylist()),
+                checked=len(chosen),
+                read=read,
+            )
+    except (RunError, OSError, MemoryError) as error:
+        reason = error if isinstance(error, RunError) else f"{path}: {error or type(error).__name__}"
+        return Checked(faults=[*faults, str(reason)], read=read)
 
 
-def _check_samples(file: BinaryIO, trailer: Trailer, last_hidden: bool) -> Iterator[str]:
-    for row, message in zip(trailer.index.to_pylist(), trailer.messages[1:], strict=True):
-        where = f"row {row['row']}, sample {row['key']}"
-        data = os.pread(file.fileno(), message.length, message.offset)
-        if xxhash.xxh3_64_intdigest(data) != message.xxh3:
-            yield f"{where}: checksum differs"
-            continue
-        try:
-            batch = read_sample(data, last_hidden)
-        except CorruptError as error:
-            yield f"{where}: {error}"
-            continue
-        ids = batch.column("input_ids").values.to_numpy()
-        mask = batch.column("loss_mask").values.to_numpy()
-        found = (sample_key(ids, mask), prompt_key(ids, mask), len(ids), len(eligible_anchors(mask)))
-        if found != (row["key"], row["prompt_key"], row["tokens"], row["anchors"]):
-            yield f"{where}: ids and mask give key {found[0]}, {found[2]} tokens, {found[3]} anchors"
-        columns = [("frames", len(ids))] + ([("last_frames", len(last_positions(mask)))] if last_hidden else [])
-        for name, rows in columns:
-            frames = batch.column(name).values
-            if len(frames) != len(list(spans(rows))):
-                yield f"{where}: {len(frames)} {name} for {rows} tokens"
-            for i, frame in enumerate(frames):
-                if not is_sound(memoryview(frame.as_buffer())):
-                    yield f"{where}: {name} {i}: checksum differs"
+def read_message(file: BinaryIO, row: dict[str, Any], shift: int = 0) -> memoryview:
+    """The bytes of an index row's message, or what the file has of them, in memory that this thread uses again.
+
+    Fresh memory for every sample would cost a page fault every 4 KiB.
+    """
+    length = min(row["length"], os.fstat(file.fileno()).st_size)
+    if len(getattr(_local, "buffer", b"")) < length:
+        _local.buffer = bytearray(length)
+    return read_range(file.fileno(), row["offset"] + shift, length, memoryview(_local.buffer))
+
+
+def sample_faults(data: memoryview, row: dict[str, Any], last_hidden: bool) -> Iterator[str]:
+    """What is wrong with the message of an index row. Frame by frame, so that its second hash is of cached bytes."""
+    count = len(list(spans(row["tokens"])))
+    names = [f"frame {i}" if i < count else f"last-hidden frame {i - count}" for i in range(len(row["frame_offsets"]))]
+    digest, at, broken = xxhash.xxh3_64(), 0, list[str]()
+    starts, lengths = [offset - row["offset"] for offset in row["frame_offsets"]], row["frame_lengths"]
+    for name, start, length in zip(names, starts, lengths, strict=False):
+        if not at <= start <= start + length <= row["length"]:
+            yield f"{name} is said to be at byte {start}, {length} long; out of order or outside the message"
+            return
+        digest.update(data[at:start])
+        digest.update(frame := data[start : (at := start + length)])
+        if not is_sound(frame):
+            broken.append(name)
+    digest.update(data[at:])
+    if len(data) != row["length"] or digest.intdigest() != row["xxh3"]:
+        yield f"{broken[0]}: checksum differs" if broken else "checksum differs outside the frames"
+        return
+    try:
+        yield from _content_faults(data, row, last_hidden)
+    except CorruptError as error:
+        yield str(error)
+    yield from (f"{name}: checksum differs" for name in broken)
+
+
+def _content_faults(data: memoryview, row: dict[str, Any], last_hidden: bool) -> Iterator[str]:
+    batch = read_sample(data, last_hidden)
+    ids = batch.column("input_ids").values.to_numpy()
+    mask = batch.column("loss_mask").values.to_numpy()
+    if len(ids) != len(mask):
+        yield f"{len(ids)} ids and a mask of {len(mask)}"
+        return
+    found = {
+        **{field.name: batch.column(field.name)[0].as_py() for field in IDENTITY},
+        "key": sample_key(ids, mask),
+        "prompt_key": prompt_key(ids, mask),
+        "tokens": len(ids),
+        "supervised": int(np.count_nonzero(mask)),
+        "anchors": len(eligible_anchors(mask)),
+    }
+    for name, value in found.items():
+        if row[name] != value:
+            yield f"{name} is {value!r}, the index says {row[name]!r}"
+    shift, places = row["offset"] - pa.py_buffer(data).address, list[tuple[int, int]]()
+    for name, rows in [("frames", len(ids)), *([("last_frames", len(last_positions(mask)))] if last_hidden else [])]:
+        frames, expected = batch.column(name).values, len(list(spans(rows)))
+        if len(frames) != expected:
+            yield f"{len(frames)} {name} for {rows} tokens, expected {expected}"
+        places += zip(*frame_ranges(frames, shift), strict=True)
+    if places != list(zip(row["frame_offsets"], row["frame_lengths"], strict=False)):
+        yield f"frames lie at {[at for at, _ in places]}, the index says {row['frame_offsets']}"
 
 
 def describe(info: Manifest) -> str:

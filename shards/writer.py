@@ -22,6 +22,7 @@ from dflash_offline.shards.layout import (
     SAMPLE_SCHEMA,
     Message,
     Trailer,
+    frame_ranges,
     pack_trailer,
     sample_schema,
 )
@@ -83,7 +84,7 @@ class ShardWriter:
         message = self._put(buffer)
         stored = pa.ipc.read_record_batch(buffer, self._schema)
         ranges = [
-            _ranges(stored.column(name).values, message.offset - buffer.address)
+            frame_ranges(stored.column(name).values, message.offset - buffer.address)
             for name in ("frames", "last_frames")[: len(coded)]
         ]
         self._rows.append(
@@ -139,14 +140,6 @@ class ShardWriter:
             self._temporary.unlink(missing_ok=True)
             with suppress(OSError):
                 self._file.close()
-
-
-def _ranges(binaries: pa.Array, shift: int) -> tuple[list[int], list[int]]:
-    """Offset and length in the file of every binary; `shift` takes an address in memory to an offset in the file."""
-    if not len(binaries):
-        return [], []
-    starts = np.frombuffer(binaries.buffers()[1], np.int64, len(binaries) + 1)
-    return (shift + binaries.buffers()[2].address + starts[:-1]).tolist(), np.diff(starts).tolist()
 
 
 def _one_list(values: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -34,7 +34,7 @@ def test_info_ls_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = tmp_path / "c" / "shards" / "00000000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     code, out, _ = shards(capsys, "verify", tmp_path / "c")
-    assert code == 3 and "FAULT" in out and "delete the shards named" in out
+    assert code == 3 and "FAULT" in out and "to mend: dflash-shards repair" in out
 
 
 def test_show_marks_what_is_supervised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import TARGET_FOLDER, Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.verify import describe, verify
-from dflash_offline.tools.config import Ls, OneCache, Show
+from dflash_offline.tools.config import Ls, OneCache, Show, Verify
 
 
 def info(args: OneCache) -> int:
@@ -88,19 +89,45 @@ def _marked(tokenizer: Any, ids: list[int], mask: list[int], color: bool) -> str
     return "".join(parts)
 
 
-def check(args: OneCache) -> int:
-    """Verify every byte; 3 when anything is wrong."""
+def check(args: Verify) -> int:
+    """Verify every byte, or a random share of the samples; 3 when anything is wrong."""
     begin = time.monotonic()
-    found = verify(args.cache, threads=len(os.sched_getaffinity(0)))
+    show = _bar() if sys.stderr.isatty() else lambda read, total: None
+    found = verify(args.cache, threads_to_read(), args.sample, args.seed, show)
     seconds = time.monotonic() - begin
     for fault in found.faults:
         print(f"FAULT {fault}")
     if found.faults:
-        print("to mend: delete the shards named above, and rerun the same `dflash-extract run`")
-    if not found.faults and not manifest.read(args.cache).complete:
+        print(f"to mend: dflash-shards repair {args.cache}; then rerun the same `dflash-extract run` for what was lost")
+    elif not manifest.read(args.cache).complete:
         print("note: extraction is not complete; only finished shards were checked")
+    part = f"checked {found.checked} of " if found.checked < found.samples else ""
     print(
-        f"{found.shards} shards, {found.samples} samples, {found.tokens} tokens, {found.bytes} bytes "
-        f"in {seconds:.2f} s: {len(found.faults)} faults"
+        f"{found.shards} shards, {part}{found.samples} samples, {found.tokens} tokens, {found.bytes} bytes; "
+        f"read {found.read} bytes in {seconds:.2f} s ({found.read / 1e9 / max(seconds, 1e-9):.2f} GB/s): "
+        f"{len(found.faults)} faults"
     )
     return 3 if found.faults else 0
+
+
+def threads_to_read() -> int:
+    """Two a core, so that one reads while the other hashes."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def _bar() -> Callable[[int, int], None]:
+    """A line on the terminal, written anew every half second."""
+    begin = last = time.monotonic()
+
+    def show(read: int, total: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last > 0.5:
+            last, rate = now, read / (now - begin)
+            line = (
+                f"{read / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {(total - read) / rate:.0f} s left"
+            )
+            print(f"\r{line}   ", end="", file=sys.stderr, flush=True)
+        if read >= total:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return show

@@ -14,15 +14,32 @@ COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
     "info": ("target, layers, codec, samples, bytes a token", config.OneCache, "browse", "info"),
     "ls": ("one line a sample", config.Ls, "browse", "ls"),
     "show": ("a sample's text, its supervised tokens marked", config.Show, "browse", "show"),
-    "verify": ("check every byte of a cache; exit 3 when anything is wrong", config.OneCache, "browse", "check"),
+    "verify": (
+        "check every byte of a cache, or of a random part; exit 3 when anything is wrong",
+        config.Verify,
+        "browse",
+        "check",
+    ),
+    "repair": ("mend a damaged cache without the target; exit 3 when samples were lost", config.Repair, "mend", "mend"),
     "diff": (
         "compare settings, samples and states of two caches; exit 3 when they differ",
         config.Diff,
         "compare",
         "diff",
     ),
+    "merge": ("one cache from several; equal samples once", config.Merge, "rewrite", "merge"),
+    "split": ("a part of a cache: by prompts, keys, source or number", config.Split, "rewrite", "split"),
+    "convert": ("a cache in another codec", config.Convert, "rewrite", "convert"),
+    "stats": (
+        "lengths, sources, states by layer, fidelity, warnings; --html with plots",
+        config.Stats,
+        "stats",
+        "stats",
+    ),
+    "estimate": ("tokens -> bytes and hours by codec", config.Estimate, "estimate", "estimate"),
     "import": ("a cache from the states that another project stored", config.Import, "peers.importing", "run"),
     "export": ("every sample as a safetensors file of its own", config.Export, "peers.export", "run"),
+    "bench": ("read, decode, copy and de-quantise against the machine's copy rate", config.Bench, "bench", "bench"),
 }
 
 

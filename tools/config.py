@@ -20,6 +20,34 @@ class OneCache:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verify:
+    """What to check."""
+
+    cache: Place
+    """The cache folder."""
+    sample: float = 1.0
+    """Share of every shard's samples to read, chosen at random; all other files are always checked."""
+    seed: int = 0
+    """Chooses the samples."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sample <= 1 or self.seed < 0:
+            raise ValueError(f"sample is {self.sample} and seed {self.seed}; expected a share above 0, a seed from 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """What to mend."""
+
+    cache: Place
+    """The cache folder."""
+    dry_run: bool = False
+    """Say what would be done, and change nothing."""
+    delete: bool = False
+    """Delete damaged shards when what is sound in them was taken over, instead of keeping them as NAME.torn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ls:
     """Which samples to list."""
 
@@ -53,6 +81,157 @@ class Diff:
     """Another one."""
     limit: int = 10
     """Samples to name of each kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What to measure."""
+
+    cache: Place
+    """The cache folder; it may still be being written."""
+    samples: int = 32
+    """Samples whose states are read, chosen at random, spread over the shards; 0 reads the index only."""
+    seed: int = 0
+    """Chooses the samples."""
+    codecs: bool = False
+    """Also measure what other codecs would give on these states; the cache must be exact (lossless or bf16)."""
+    html: Path | None = None
+    """Write the report with plots into this file; it needs no server and no network. Needs matplotlib."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 0 or self.seed < 0:
+            raise ValueError(f"samples is {self.samples} and seed {self.seed}, expected 0 or more")
+        if self.codecs and not self.samples:
+            raise ValueError("codecs needs samples to measure; expected samples of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """How much is stored, and of what shape: 5 layers of 5,120 unless said otherwise."""
+
+    tokens: int
+    """Tokens to store."""
+    layers: int | None = None
+    """How many layers."""
+    hidden: int | None = None
+    """Width of a layer."""
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """A cache: its layers and width, and its measured bits as a row more."""
+    target: Path | None = None
+    """A checkpoint folder, whose config.json says the width."""
+    last_hidden: float | None = None
+    """Share of the tokens whose last hidden state is stored too: the supervised share. Unset: none, or the cache's."""
+    gb_per_second: float = 2.0
+    """Speed of the disks, for the hours."""
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in (("from", self.source), ("target", self.target)) if value is not None]
+        if len(given) == 2 or (given and self.hidden is not None) or (self.source and self.layers is not None):
+            raise ValueError(f"{given[0]} gives the shape; expected no other --from, --target, --hidden or --layers")
+        for name in ("tokens", "layers", "hidden"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
+        if self.last_hidden is not None and not 0 <= self.last_hidden <= 1:
+            raise ValueError(f"last_hidden is {self.last_hidden}, expected a share from 0 to 1")
+        if self.gb_per_second <= 0:
+            raise ValueError(f"gb_per_second is {self.gb_per_second}, expected more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What to time."""
+
+    cache: Place
+    """The cache folder."""
+    threads: int = 0
+    """Threads beside the run with one; 0: one a core."""
+    samples: int = 64
+    """Samples to time, spread over the shards; fewer when they would take more than 1 GiB."""
+
+    def __post_init__(self) -> None:
+        if self.threads < 0 or self.samples < 1:
+            raise ValueError(f"threads is {self.threads}, samples {self.samples}; expected threads >= 0, samples >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewCache:
+    """Where a new cache goes. The caches it is made from are only read."""
+
+    out: Path
+    """Folder of the new cache. The same command finishes what was interrupted."""
+    shard_mib: int = 2048
+    """Approximate size of a shard."""
+    threads: int = 0
+    """Shards written at a time; 0: one a core."""
+    allow_incomplete: bool = False
+    """Take the finished shards of caches that are still being written."""
+
+    def __post_init__(self) -> None:
+        if self.shard_mib < 1 or self.threads < 0:
+            raise ValueError(f"shard_mib is {self.shard_mib}, threads {self.threads}; expected at least 1 and 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(NewCache):
+    """What to merge."""
+
+    caches: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Two or more cache folders of one target and codec, in the order of the new cache's samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(NewCache):
+    """Which samples to take: those that pass every condition given."""
+
+    cache: Place
+    """The cache folder."""
+    fraction: float | None = None
+    """About this share of the prompts, with all of their samples; a larger share holds all of a smaller one."""
+    seed: int = 0
+    """Which prompts the fraction takes."""
+    keys: Path | None = None
+    """A file of sample keys, one a line."""
+    source: str = ""
+    """Samples of dataset files whose name contains this."""
+    limit: int = 0
+    """The first so many samples of those chosen; 0: all."""
+    rest: bool = False
+    """Take what the same command without this leaves out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            raise ValueError(f"fraction is {self.fraction}, expected between 0 and 1")
+        if self.limit < 0:
+            raise ValueError(f"limit is {self.limit}, expected 0 or more")
+        if self.fraction is None and self.keys is None and not self.source and not self.limit:
+            raise ValueError("no condition; expected one or more of --fraction, --keys, --source, --limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(NewCache):
+    """What to convert, and into what."""
+
+    cache: Place
+    """The cache folder."""
+    codec: Literal["lossless", "bf16", "ecsq", "fp8"]
+    """How the new cache stores states."""
+    delta: float | None = None
+    """The step of ecsq; unset: that of `dflash-extract run`."""
+    force: bool = False
+    """Store lossy states as lossless or bf16; what was lost stays lost."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delta is not None and self.codec != "ecsq":
+            raise ValueError(f"delta is {self.delta}, but {self.codec} has no step; expected it with --codec ecsq")
+        self.parameters()
+
+    def parameters(self) -> dict[str, float]:
+        """The settings of the chosen codec."""
+        if self.codec != "ecsq":
+            return {}
+        return asdict(EcsqConfig() if self.delta is None else EcsqConfig(delta=self.delta))
 
 
 @dataclass(frozen=True, kw_only=True)
