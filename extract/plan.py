@@ -7,14 +7,16 @@ A plan follows from the dataset and the settings alone, never from the number of
 become new tasks in a new tokens file; tasks that exist are never touched.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dflash_offline.extract.dataset import Skip
@@ -59,6 +61,8 @@ class Plan:
     settings: dict[str, Any]
     files: list[dict[str, Any]]
     """Name, size and hash of every dataset file; equal files need not be read again."""
+    selection: dict[str, Any] = field(default_factory=dict)
+    """What decides which rows of the files are samples, where it is not the default."""
     rows: int
     """Dataset rows read."""
     skipped: dict[str, int]
@@ -85,6 +89,7 @@ def from_manifest(folder: Path) -> Plan | None:
     return Plan(
         settings=info.settings,
         files=info.dataset["files"],
+        selection=info.dataset.get("selection", {}),
         rows=info.dataset["rows"],
         skipped=info.dataset["skipped"],
         keys=info.dataset["keys"],
@@ -105,45 +110,64 @@ def task_hash(settings: dict[str, Any], keys: list[str]) -> str:
 
 
 def write_tasks(
-    path: Path, samples: Iterator[Planned], settings: dict[str, Any], task_tokens: int, by_length: bool
+    path: Path | None, batches: Iterable[pa.RecordBatch], settings: dict[str, Any], task_tokens: int, by_length: bool
 ) -> tuple[list[Task], str]:
-    """Write tokens file `path`, one batch a task of about `task_tokens` tokens. Returns tasks and the file's hash."""
+    """Write tokens file `path`, one batch a task of about `task_tokens` tokens. Returns tasks and the file's hash.
+
+    Without a path the tasks are only counted.
+    """
     tasks: list[Task] = []
-    with atomic_file(path) as file, pa.ipc.new_file(file, SCHEMA) as writer:
-        for group in _groups(samples, task_tokens):
+    with _writer(path) as writer:
+        for group in _groups(batches, task_tokens):
+            order = list(range(len(group)))
             if by_length:
-                group.sort(key=lambda s: (len(s.input_ids), s.identity.key))
-            writer.write_batch(_batch(group))
+                lengths = pc.list_value_length(group.column("input_ids")).to_pylist()
+                keys = group.column("key").to_pylist()
+                order.sort(key=lambda i: (lengths[i], keys[i]))
+            # Taken even in order: the same rows then have the same bytes, whatever they were slices of.
+            group = group.take(pa.array(order))
+            if writer is not None:
+                writer.write_batch(group)
             tasks.append(
                 Task(
-                    hash=task_hash(settings, [s.identity.key for s in group]),
-                    file=path.name,
+                    hash=task_hash(settings, group.column("key").to_pylist()),
+                    file=path.name if path else "",
                     batch=len(tasks),
                     samples=len(group),
-                    tokens=sum(len(s.input_ids) for s in group),
+                    tokens=len(group.column("input_ids").flatten()),
                 )
             )
-    return tasks, file_hash(path)
+    return tasks, file_hash(path) if path else ""
 
 
-def _groups(samples: Iterator[Planned], task_tokens: int) -> Iterator[list[Planned]]:
-    group: list[Planned] = []
+@contextmanager
+def _writer(path: Path | None) -> Iterator[Any]:
+    if path is None:
+        yield None
+        return
+    with atomic_file(path) as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        yield writer
+
+
+def _groups(batches: Iterable[pa.RecordBatch], task_tokens: int) -> Iterator[pa.RecordBatch]:
+    """Rows in order, as many as keep each group within `task_tokens`."""
+    parts: list[pa.RecordBatch] = []
     tokens = 0
-    for sample in samples:
-        if group and tokens + len(sample.input_ids) > task_tokens:
-            yield group
-            group, tokens = [], 0
-        group.append(sample)
-        tokens += len(sample.input_ids)
-    if group:
-        yield group
+    for batch in batches:
+        start = 0
+        for at, length in enumerate(pc.list_value_length(batch.column("input_ids")).to_pylist()):
+            if tokens and tokens + length > task_tokens:
+                yield _joined([*parts, batch.slice(start, at - start)])
+                parts, start, tokens = [], at, 0
+            tokens += length
+        parts.append(batch.slice(start))
+    if tokens:
+        yield _joined(parts)
 
 
-def _batch(group: list[Planned]) -> pa.RecordBatch:
-    columns: dict[str, list[Any]] = {f.name: [asdict(s.identity)[f.name] for s in group] for f in IDENTITY}
-    columns["input_ids"] = [s.input_ids for s in group]
-    columns["loss_mask"] = [s.loss_mask for s in group]
-    return pa.record_batch([pa.array(columns[f.name], f.type) for f in SCHEMA], schema=SCHEMA)
+def _joined(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    (batch,) = pa.Table.from_batches(parts, SCHEMA).combine_chunks().to_batches()
+    return batch
 
 
 def load_task(folder: Path, task: Task) -> list[Planned]:
@@ -164,17 +188,65 @@ def load_task(folder: Path, task: Task) -> list[Planned]:
     return out
 
 
-def all_keys(folder: Path, plan: Plan) -> list[str]:
+class Samples:
+    """Every planned sample by number, mapped from disk: a microsecond-scale look, whatever the size of the plan."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._starts = np.cumsum([0, *(task.samples for task in plan.tasks)])
+        self._files = {name: pa.ipc.open_file(pa.memory_map(str(folder / FOLDER / name))) for name in plan.tokens_files}
+        self._tasks = plan.tasks
+        self._open: dict[int, tuple[pa.RecordBatch, list[NDArray[Any]]]] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """input_ids [T] and loss_mask [T] of sample `number`, views of the file."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        at, row = self._find(number)
+        offsets, ids, mask = (self._open.get(at) or self._load(at))[1]
+        return ids[offsets[row] : offsets[row + 1]], mask[offsets[row] : offsets[row + 1]]
+
+    def identity(self, number: int) -> Identity:
+        """What sample `number` is."""
+        at, row = self._find(number)
+        batch = (self._open.get(at) or self._load(at))[0]
+        return Identity(**{f.name: batch.column(f.name)[row].as_py() for f in IDENTITY})
+
+    def _find(self, number: int) -> tuple[int, int]:
+        at = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return at, number - int(self._starts[at])
+
+    def _load(self, at: int) -> tuple[pa.RecordBatch, list[NDArray[Any]]]:
+        task = self._tasks[at]
+        batch = self._files[task.file].get_batch(task.batch)
+        ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+        self._open[at] = batch, [a.to_numpy() for a in (ids.offsets, ids.values, mask.values)]
+        return self._open[at]
+
+
+def all_keys(folder: Path, plan: Plan) -> set[bytes]:
     """The keys of every planned sample; of those whose tokens file is gone, from the index."""
-    keys: list[str] = []
+    keys: set[bytes] = set()
     if any(not task.file for task in plan.tasks):
-        keys += index.load(folder, manifest.read(folder)).column("key").to_pylist()
+        keys |= set(map(bytes.fromhex, index.load(folder, manifest.read(folder)).column("key").to_pylist()))
     for name in plan.tokens_files:
         with pa.memory_map(str(folder / FOLDER / name)) as source:
             reader = pa.ipc.open_file(source)
             for i in range(reader.num_record_batches):
-                keys += reader.get_batch(i).column("key").to_pylist()
+                keys |= set(map(bytes.fromhex, reader.get_batch(i).column("key").to_pylist()))
     return keys
+
+
+def keys_hash(keys: set[bytes]) -> str:
+    """shards.keys.keys_hash of as many keys as there are, in little memory."""
+    pairs = np.frombuffer(b"".join(keys), dtype=">u8").reshape(-1, 2)
+    digest = blake2b(digest_size=16)
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
+    for at in range(0, len(order), 1 << 12):
+        digest.update(pairs[order[at : at + (1 << 12)]].tobytes().hex().encode())
+    return digest.hexdigest()
 
 
 def skip_line(skip: Skip) -> dict[str, Any]:
