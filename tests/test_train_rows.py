@@ -1,5 +1,6 @@
 """Rows, anchors and their order: functions of seed, epoch, keys and lengths."""
 
+import math
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,33 +17,40 @@ from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.keys import eligible_anchors, sample_key
 from dflash_offline.train.model import block_inputs
 from dflash_offline.train.plan import EMPTY, Plan, anchor_slots, chosen, held_out, make_plan
-from dflash_offline.train.rows import RowBuilder, ahead, column_index, draw_anchors, select_layers
+from dflash_offline.train.rows import Row, RowBuilder, ahead, column_index, draw_anchors, select_layers
 
 
 def keys(count: int) -> list[str]:
     return [blake2b(str(i).encode(), digest_size=16).hexdigest() for i in range(count)]
 
 
-def planned(tokens: np.ndarray, names: list[str] | None = None, **settings: int) -> Plan:
-    options = {"row_tokens": 100, "row_anchors": 16, "rows_per_step": 4, "seed": 0} | settings
+def planned(
+    tokens: np.ndarray, names: list[str] | None = None, weights: np.ndarray | float = 1.0, **settings: int
+) -> Plan:
+    options: dict[str, Any] = {"row_tokens": 100, "row_anchors": 16, "rows_per_step": 4, "seed": 0, "epochs": 3}
     names = names or keys(len(tokens))
-    return make_plan(np.ones(len(tokens), bool), names, tokens, tokens // 2, **options)
+    return make_plan(np.broadcast_to(weights, tokens.shape), names, tokens, tokens // 2, **options | settings)
+
+
+def build(builder: RowBuilder, members: list[int], visit: int = 0) -> Row:
+    return builder.build(np.array(members, np.int64), np.full(len(members), visit))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(4, 150), min_size=1, max_size=300), st.integers(1, 40), st.integers(1, 3))
+@given(st.lists(st.integers(4, 150), min_size=1, max_size=300), st.integers(1, 40), st.integers(0, 2))
 def test_every_sample_is_in_one_row_and_rows_keep_their_budgets(lengths: list[int], slots: int, epoch: int) -> None:
     tokens = np.array(lengths)
     plan = planned(tokens, row_anchors=slots)
-    assert sorted(plan.members.tolist()) == list(range(len(tokens)))
+    packing = plan.epochs[epoch]
+    assert sorted(packing.members.tolist()) == list(range(len(tokens))) and not packing.copies.any()
     anchors = anchor_slots(tokens, tokens // 2, 100, slots)
-    for row in range(plan.rows):
-        samples = plan.samples(row)
+    for row in range(packing.rows):
+        samples = packing.members[packing.row(row)]
         assert 0 < np.minimum(tokens[samples], 100).sum() <= 100
         assert 0 < anchors[samples].sum() <= slots
     order = plan.epoch_order(epoch)
-    assert len(order) == plan.steps_per_epoch * 4
-    assert sorted(order[order != EMPTY].tolist()) == list(range(plan.rows))
+    assert len(order) * 3 == plan.steps * 4
+    assert sorted(order[order != EMPTY].tolist()) == list(range(packing.rows))
 
 
 def test_anchors_go_by_length() -> None:
@@ -51,13 +59,14 @@ def test_anchors_go_by_length() -> None:
 
 
 def test_order_does_not_depend_on_ranks_or_on_the_cache_s_order() -> None:
+    """B63, B65: other rows every epoch, none on two ranks, and any restart goes on where it was."""
     tokens, names = np.random.default_rng(0).integers(5, 100, 60), keys(60)
     plan = planned(tokens, names)
 
     def seen(plan: Plan, names: list[str], world: int, first: int = 0) -> list[list[str]]:
-        dealt = [list(plan.dealt(first, 3 * plan.steps_per_epoch, rank, world)) for rank in range(world)]
+        dealt = [list(plan.dealt(first, plan.steps, rank, world)) for rank in range(world)]
         rows = [row for together in zip(*dealt, strict=True) for row in together]
-        return [[*sorted(names[i] for i in samples), str(epoch)] for samples, epoch in rows]
+        return [sorted(f"{names[i]} {visit}" for i, visit in zip(*row, strict=True)) for row in rows]
 
     alone = seen(plan, names, 1)
     assert seen(plan, names, 2) == alone and seen(plan, names, 4) == alone
@@ -65,12 +74,50 @@ def test_order_does_not_depend_on_ranks_or_on_the_cache_s_order() -> None:
     other = [names[i] for i in shuffled]
     assert seen(planned(tokens[shuffled], other), other, 1) == alone
     assert seen(planned(tokens, names, seed=1), names, 1) != alone
-    epochs = np.array_split(np.array(["".join(row[:-1]) for row in alone], dtype=object), 3)
-    assert [row[-1] for row in alone] == [str(e) for e in range(3) for _ in range(len(alone) // 3)]
-    assert not np.array_equal(epochs[0], epochs[1]) and sorted(epochs[0]) == sorted(epochs[1])
+    epochs = [alone[i * len(alone) // 3 : (i + 1) * len(alone) // 3] for i in range(3)]
+    for epoch, rows in enumerate(epochs):
+        assert sorted(name for row in rows for name in row) == sorted(f"{name} {epoch}" for name in names)
+    orders = [[[name.split()[0] for name in row] for row in rows] for rows in epochs]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
     # The position in the data is the step alone: any stop and restart goes on where it was.
-    for step in range(3 * plan.steps_per_epoch):
+    for step in range(plan.steps):
         assert seen(plan, names, 1, first=step) == alone[step * 4 :]
+    mixed = planned(tokens, names, weights=np.where(np.arange(60) % 2, 0.4, 2.5))
+    whole = seen(mixed, names, 1)
+    assert seen(mixed, names, 4) == whole
+    assert all(seen(mixed, names, 2, first=step) == whole[step * 4 :] for step in range(mixed.steps))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.05, 0.3, 0.5, 1.0, 1.7, 3.0]), min_size=1, max_size=60),
+    st.integers(1, 7),
+    st.integers(0, 9),
+)
+def test_weights_say_how_often_samples_are_seen(weights: list[float], epochs: int, seed: int) -> None:
+    tokens = np.full(len(weights), 30)
+    try:
+        plan = planned(tokens, weights=np.array(weights), epochs=epochs, seed=seed)
+    except UsageError as error:
+        assert "no sample is seen" in str(error) and max(weights) < 1
+        return
+    visits: dict[int, list[int]] = {i: [] for i in range(len(weights))}
+    for members, seen in plan.dealt(0, plan.steps, 0, 1):
+        for member, visit in zip(members.tolist(), seen.tolist(), strict=True):
+            visits[member].append(visit)
+    for member, weight in enumerate(weights):
+        assert sorted(visits[member]) == list(range(len(visits[member])))  # each with anchors of its own
+        assert int(epochs * weight) <= len(visits[member]) <= math.ceil(epochs * weight)
+    for packing in plan.epochs:
+        for row in range(packing.rows):
+            assert 0 < 30 * len(packing.members[packing.row(row)]) <= 100
+
+
+def test_a_tenth_of_the_samples_an_epoch_and_all_in_ten() -> None:
+    plan = planned(np.full(5000, 30), weights=0.1, epochs=10)
+    sizes = [len(packing.members) for packing in plan.epochs]
+    assert min(sizes) > 420 and sorted(np.concatenate([p.members for p in plan.epochs])) == list(range(5000))
+    assert len(planned(np.full(5000, 30), weights=0.1, epochs=10, most_steps=45).epochs) == 2
 
 
 def test_fractions_are_nested_and_prompts_stay_together() -> None:
@@ -86,8 +133,8 @@ def test_fractions_are_nested_and_prompts_stay_together() -> None:
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to train on: of 3 samples 3 are chosen"):
         make_plan(
-            np.ones(3, bool), keys(3), np.full(3, 9), np.zeros(3, int), row_tokens=9, row_anchors=1, rows_per_step=1,
-            seed=0,
+            np.ones(3), keys(3), np.full(3, 9), np.zeros(3, int), row_tokens=9, row_anchors=1, rows_per_step=1,
+            seed=0, epochs=1,
         )  # fmt: skip
 
 
@@ -114,7 +161,7 @@ def test_a_row_holds_its_samples(tmp_path: Path) -> None:
         row_anchors=40, seed=0,
     )  # fmt: skip
     members = [0, 2]
-    row = builder.build(np.array(members), epoch=3)
+    row = build(builder, members, 3)
     assert row.states_TLD.shape == (row_tokens, 2 * D) and row.label_AK.shape == (40, 6)
     assert row.keys == tuple(cache.keys[i] for i in members) and row.tokens == sum(len(samples[i][0]) for i in members)
     assert row.anchors == slots[members].sum() and not row.supervised_AK[row.anchors :].any()
@@ -136,11 +183,11 @@ def test_a_row_holds_its_samples(tmp_path: Path) -> None:
                 if alive:
                     assert int(row.label_AK[j, k]) == ids[anchor + k]
         at, used = at + len(ids), used + count
-    cut = builder.build(np.array([4]), epoch=0)
+    cut = build(builder, [4], 0)
     assert len(samples[4][0]) > row_tokens and cut.tokens == row_tokens
     assert torch.equal(cut.states_TLD[:, :D], states_of(samples[4][0])[:row_tokens, 2 * D :])
     assert int(cut.blocks.anchor_A.max()) < row_tokens - 1
-    empty = builder.build(np.array([], dtype=np.int64), epoch=0)
+    empty = build(builder, [], 0)
     assert empty.anchors == 0 and not empty.supervised_AK.any()
 
 
@@ -162,7 +209,7 @@ def test_a_row_holds_the_state_before_every_supervised_slot(tmp_path: Path) -> N
         row_tokens=150, row_anchors=40, seed=0, last_hidden=True,
     )  # fmt: skip
     for members in ([0, 1, 2], [3]):  # the last sample is cut
-        row = builder.build(np.array(members), epoch=1)
+        row = build(builder, members, 1)
         assert row.last_TD is not None and row.supervised_samples == len(members)
         at = 0
         for number in members:
@@ -183,7 +230,7 @@ def test_noise_on_the_states_goes_by_key_and_epoch(tmp_path: Path) -> None:
         builder = RowBuilder(
             samples=cache, slots=slots, spec=spec(), layers=None, row_tokens=256, row_anchors=64, seed=seed, noise=noise
         )
-        row = builder.build(np.array(members), epoch=epoch)
+        row = build(builder, members, epoch)
         ends = np.cumsum([len(cache.read(i).input_ids) for i in members])
         assert not row.states_TLD[ends[-1] :].any()
         parts = torch.split(row.states_TLD[: ends[-1]].float(), np.diff(ends, prepend=0).tolist())
@@ -207,7 +254,7 @@ def test_packed_rows_draft_as_samples_alone(tmp_path: Path) -> None:
     builder = RowBuilder(
         samples=cache, slots=slots, spec=made.spec, layers=None, row_tokens=256, row_anchors=64, seed=0
     )
-    row = builder.build(np.array([0, 1, 2]), epoch=0)
+    row = build(builder, [0, 1, 2], 0)
     inputs = block_inputs(frozen.embedding_VD, row.anchor_token_A, 6, made.spec.mask_token_id)
     out = made(row.states_TLD, row.position_T, inputs, row.blocks)
     assert out.isfinite().all()
@@ -243,4 +290,4 @@ def test_rows_ahead_keep_their_order_and_end_early() -> None:
 def test_planning_is_fast_enough() -> None:
     tokens = np.clip(np.random.default_rng(0).lognormal(7.4, 0.6, 30_000), 20, 8000).astype(np.int64)
     plan = planned(tokens, row_tokens=3072, row_anchors=512)
-    assert np.minimum(tokens, 3072).sum() / (plan.rows * 3072) > 0.93
+    assert np.minimum(tokens, 3072).sum() / (plan.epochs[0].rows * 3072) > 0.93

@@ -125,14 +125,15 @@ def make_cache(
     samples: Sequence[tuple[np.ndarray, np.ndarray]],
     generation: str = "greedy",
     last_hidden: bool = False,
+    codec: str = "bf16",
     **config: Any,
 ) -> Cache:
     """A complete cache on disk, as extraction would leave it."""
     (folder / "shards").mkdir(parents=True)
     (folder / TARGET_FOLDER).mkdir()
     last = last_hidden_of(*samples[0]) if last_hidden else None
-    info = calibration.write(folder, "bf16", {}, states_of(samples[0][0]).view(-1, len(LAYERS), D), last)
-    codec = calibration.read(folder, info, len(LAYERS), D, last_hidden)
+    info = calibration.write(folder, codec, {}, states_of(samples[0][0]).view(-1, len(LAYERS), D), last)
+    coder = calibration.read(folder, info, len(LAYERS), D, last_hidden)
     save_file(target_tensors(), folder / TARGET_FOLDER / "target.safetensors")
     (folder / TARGET_FOLDER / "config.json").write_text(json.dumps(TARGET_CONFIG | config))
     with ShardWriter(folder / index.shard_name(0), task="0" * 32, metadata={}, last_hidden=last_hidden) as writer:
@@ -146,8 +147,8 @@ def make_cache(
                 finish_reason="stop",
                 response=generation,
             )
-            frames = encode_frames(codec.states, states_of(ids).view(-1, len(LAYERS), D))
-            last_frames = encode_frames(codec.last, last_hidden_of(ids, mask)[:, None]) if codec.last else []
+            frames = encode_frames(coder.states, states_of(ids).view(-1, len(LAYERS), D))
+            last_frames = encode_frames(coder.last, last_hidden_of(ids, mask)[:, None]) if coder.last else []
             writer.append(identity, ids, mask, frames, last_frames)
     shards = index.scan(folder)
     index.publish(

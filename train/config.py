@@ -61,6 +61,10 @@ class ModelConfig:
 class DataConfig:
     """Which samples are seen, and how they are laid out in rows."""
 
+    caches: tuple[Path, ...] = ()
+    """Further caches of the same target, mixed with `cache`."""
+    weights: tuple[float, ...] | None = None
+    """Times that the samples of each cache are seen an epoch, `cache` first; None: once."""
     row_tokens: int = 3072
     """Tokens of a row. Longer samples are cut here."""
     row_anchors: int = 512
@@ -83,6 +87,10 @@ class DataConfig:
         _at_least("data.row_tokens", self.row_tokens, 2)
         for name in ("row_anchors", "rows_per_step", "threads", "rows_ahead"):
             _at_least(f"data.{name}", getattr(self, name), 1)
+        if self.weights is not None and (len(self.weights) != 1 + len(self.caches) or min(self.weights) <= 0):
+            raise ValueError(
+                f"data.weights: expected a number > 0 for each of {1 + len(self.caches)} caches, found {self.weights}"
+            )
         if not 0 < self.fraction <= 1:
             raise ValueError(f"data.fraction: expected 0 < fraction <= 1, found {self.fraction}")
         if self.feature_noise < 0:

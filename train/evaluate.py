@@ -21,6 +21,7 @@ from dflash_offline.train import parallel
 from dflash_offline.train.config import EvalConfig
 from dflash_offline.train.export import load_drafter, run_drafter
 from dflash_offline.train.folder import read_config, read_identity
+from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import Drafter, RMSNorm, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.plan import Ints, held_out, in_key_order
@@ -61,7 +62,7 @@ def count(drafts: Drafts) -> tuple[Ints, Ints, Ints]:
 
 
 def measure(
-    drafter: Drafter, target: Target, cache: Cache, numbers: Sequence[int], ranks: Ranks, stop: Stop
+    drafter: Drafter, target: Target, cache: Cache | Mix, numbers: Sequence[int], ranks: Ranks, stop: Stop
 ) -> Counts | None:
     """Walk samples `numbers`, shared among the ranks. Each gets all counts, or None where one was told to stop."""
     layers = column_index(cache.layer_ids, drafter.spec.layer_ids)
@@ -102,7 +103,7 @@ def bf16_weights(drafter: Drafter, device: torch.device) -> Drafter:
     return (rounded.float() if device.type == "cpu" else rounded).requires_grad_(False)
 
 
-def load_target(cache: Cache, device: torch.device, dtype: torch.dtype) -> Target:
+def load_target(cache: Cache | Mix, device: torch.device, dtype: torch.dtype) -> Target:
     """Embedding (as stored), head and final norm of the cache's target."""
     tensors, config = cache.target_tensors(), cache.target_config
     expected = (config["vocab_size"], cache.hidden_size)
@@ -124,9 +125,8 @@ def evaluate(config: EvalConfig) -> int:
         out = config.out or _default_out(config, step)
         _check_out(out)
         run = read_config(config.run_dir) if config.run_dir else None
-        cache_path = config.cache or (run.cache if run else None)
-        assert cache_path is not None  # EvalConfig asks for a run or a cache
-        cache = Cache(cache_path)
+        paths = [config.cache] if config.cache else [run.cache, *run.data.caches] if run else []
+        cache = Mix(paths)
         if config.run_dir and not config.cache:
             _check_same(config.run_dir, cache)
         _check_fit(drafter, cache)
@@ -136,12 +136,13 @@ def evaluate(config: EvalConfig) -> int:
                 f"val_fraction = {val_fraction}: the run held out only {run.data.val_fraction} and trained on "
                 "the rest; train anew with a larger --data.val-fraction"
             )
+        where = ", ".join(map(str, paths))
         val = held_out(cache.prompt_keys, val_fraction)
         chosen = {"val": val, "train": ~val, "all": np.ones_like(val)}[config.split]
-        numbers = in_key_order(cache.keys, chosen & (cache.anchors > 0), config.samples)
+        numbers = in_key_order(cache.keys, chosen & cache.new & (cache.anchors > 0), config.samples)
         if not numbers:
             raise UsageError(
-                f"no samples: the {config.split} split of {cache_path} is empty at val_fraction = {val_fraction}; "
+                f"no samples: the {config.split} split of {where} is empty at val_fraction = {val_fraction}; "
                 "expected another --val-fraction, or --split all"
             )
         target = load_target(cache, ranks.device, torch.float32 if ranks.device.type == "cpu" else torch.bfloat16)
@@ -150,7 +151,7 @@ def evaluate(config: EvalConfig) -> int:
         result = {
             "drafter": str(config.drafter or config.run_dir),
             "step": step,
-            "cache": str(cache_path),
+            "cache": where,
             "split": config.split,
             "generation": cache.generation,
             **summary(counts, config.resamples, config.seed),
@@ -215,7 +216,7 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"{out}: exists and is no result of `dflash-train eval`; choose another --out")
 
 
-def _check_same(run: Path, cache: Cache) -> None:
+def _check_same(run: Path, cache: Mix) -> None:
     if (expected := read_identity(run)["cache_fingerprint"]) != cache.fingerprint:
         raise UsageError(
             f"{cache.path}: is another cache now: its fingerprint is {cache.fingerprint}, {run} was made with "
@@ -223,7 +224,7 @@ def _check_same(run: Path, cache: Cache) -> None:
         )
 
 
-def _check_fit(drafter: Drafter, cache: Cache) -> None:
+def _check_fit(drafter: Drafter, cache: Mix) -> None:
     spec, target = drafter.spec, cache.target_config
     for name, found, expected in (
         ("hidden_size", cache.hidden_size, spec.hidden_size),

@@ -23,9 +23,11 @@ from dflash_offline.train import checkpoint
 from dflash_offline.train.config import TrainConfig
 
 LOCK, CONFIG, IDENTITY, STATUS, CHECKPOINTS = ".lock", "config.toml", "identity.json", "status.json", "checkpoints"
-# These change where and how fast a run goes, not what comes out. `cache`, `model.init` may have moved: their contents
+# These change where and how fast a run goes, not what comes out. Caches and `model.init` may have moved: their contents
 # are compared.
-FREE = ("cache", "run_dir", "log_every", "save", "validate", "data.threads", "data.rows_ahead", "model.init")
+FREE = (
+    "cache", "data.caches", "model.init", "run_dir", "log_every", "save", "validate", "data.threads", "data.rows_ahead",
+)  # fmt: skip
 
 
 def read_config(run: Path) -> TrainConfig:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.export import WEIGHTS, check_start
 from dflash_offline.train.hf import to_config
+from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import Drafter
 from dflash_offline.train.plan import Ints, Plan, anchor_slots, chosen, held_out, in_key_order, make_plan
 from dflash_offline.train.rows import RowBuilder, column_index
@@ -24,7 +24,7 @@ class Job:
     """A run of `config` on an opened cache."""
 
     config: TrainConfig
-    cache: Cache
+    cache: Mix
     spec: DrafterSpec
     plan: Plan
     steps: int
@@ -58,15 +58,16 @@ class Job:
 
     def describe(self) -> str:
         """One line on what will be trained on."""
-        used, data = self.plan.members, self.config.data
-        tokens = np.minimum(self.cache.tokens[used], data.row_tokens)
-        cut = int((self.cache.tokens[used] > data.row_tokens).sum())
-        held = int(held_out(self.cache.prompt_keys, data.val_fraction).sum())
+        rows, data = self.plan.epochs[0], self.config.data
+        tokens = self.cache.tokens[rows.members]
+        full = np.minimum(tokens, data.row_tokens).sum() / (rows.rows * data.row_tokens)
+        held = int((held_out(self.cache.prompt_keys, data.val_fraction) & self.cache.new).sum())
+        twice = len(self.cache) - int(self.cache.new.sum())
         return (
-            f"{len(used)} samples of {len(self.cache)}, {held} held out ({cut} cut at {data.row_tokens} tokens), "
-            f"{self.plan.rows} rows "
-            f"{tokens.sum() / (self.plan.rows * data.row_tokens):.0%} full, {self.steps} steps, "
-            f"mask token {self.spec.mask_token_id}"
+            f"{len(rows.members)} samples an epoch of {len(self.cache)}, {held} held out"
+            + (f", {twice} in two caches" if twice else "")
+            + f" ({int((tokens > data.row_tokens).sum())} cut at {data.row_tokens} tokens), {rows.rows} rows "
+            f"{full:.0%} full, {self.steps} steps, mask token {self.spec.mask_token_id}"
         )
 
 
@@ -77,10 +78,10 @@ def prepare(config: TrainConfig, world: int) -> Job:
         raise UsageError(
             f"data.rows_per_step = {data.rows_per_step} cannot be dealt to {world} ranks; expected a multiple"
         )
-    cache = Cache(config.cache)
-    if config.loss.kd and not cache.manifest.last_hidden:
+    cache = Mix([config.cache, *data.caches])
+    if config.loss.kd and (without := [part.path for part in cache.caches if not part.manifest.last_hidden]):
         raise UsageError(
-            f"{config.cache}: does not store the target's last hidden state, which loss.kd = {config.loss.kd} needs; "
+            f"{without[0]}: does not store the target's last hidden state, which loss.kd = {config.loss.kd} needs; "
             "extract again with it, or set loss.kd = 0"
         )
     rows = cache.target_config.get("vocab_size")
@@ -96,14 +97,15 @@ def prepare(config: TrainConfig, world: int) -> Job:
     with torch.device("meta"):
         State.of(Drafter(spec), config.optim)  # refuses what fits no tensor
     val = held_out(cache.prompt_keys, data.val_fraction)
-    validation = in_key_order(cache.keys, val & (cache.anchors > 0), config.validate.samples)
+    validation = in_key_order(cache.keys, val & cache.new & (cache.anchors > 0), config.validate.samples)
     if config.validate.every and not validation:
         raise UsageError(
             f"validate.every = {config.validate.every}, but no sample is held out at data.val_fraction = "
             f"{data.val_fraction}; expected a larger part, or validate.every = 0"
         )
+    weights = np.array(data.weights or [1.0] * len(cache.caches))[cache.part]
     plan = make_plan(
-        ~val & chosen(cache.keys, data.fraction),
+        np.where(~val & cache.new & chosen(cache.keys, data.fraction), weights, 0.0),
         cache.keys,
         cache.tokens,
         cache.anchors,
@@ -111,14 +113,15 @@ def prepare(config: TrainConfig, world: int) -> Job:
         row_anchors=data.row_anchors,
         rows_per_step=data.rows_per_step,
         seed=config.seed,
+        epochs=config.optim.epochs,
+        most_steps=config.optim.max_steps,
     )
-    steps = plan.steps_per_epoch * config.optim.epochs
     return Job(
         config=config,
         cache=cache,
         spec=spec,
         plan=plan,
-        steps=min(steps, config.optim.max_steps or steps),
+        steps=min(plan.steps, config.optim.max_steps or plan.steps),
         slots=anchor_slots(cache.tokens, cache.anchors, data.row_tokens, data.row_anchors),
         validation=validation,
     )

@@ -104,7 +104,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             clock.lap("optimizer")
             entry: dict[str, Any] = {
                 "step": step,
-                "epoch": (step - 1) / job.plan.steps_per_epoch,
+                "epoch": job.plan.progress(step - 1),
                 "lr": rate,
                 "grad_norm": norm,
                 **step_metrics(sums, clock.read(), spec.block_size),

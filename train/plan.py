@@ -1,11 +1,17 @@
 """Which samples are trained on, how they share rows, and which rows each step takes.
 
-All of it is a function of (seed, keys, lengths): neither the order of the cache nor the number of ranks matters, and
-the position in the data is the step alone. Samples are packed into rows once; every epoch orders the rows anew.
+All of it is a function of (seed, keys, lengths, weights): neither the order of the cache nor the number of ranks
+matters, and the position in the data is the step alone.
+
+A sample of weight w is seen w times an epoch: after e epochs floor(e w + u) times, where u in [0, 1) is a hash of seed
+and key. So with w = 1 every sample is seen once every epoch, and with w = 0.3 all of them within four. The number of
+times that it was seen before says which anchors are drawn. Samples are packed into rows once for each set that an epoch
+may see; every epoch orders the rows anew.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -20,44 +26,75 @@ _OPEN_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Rows of an epoch and their order."""
+class Packing:
+    """Rows of an epoch."""
 
     members: Ints
     """Samples (positions in the cache) of row 0, then of row 1, ..."""
+    copies: Ints
+    """How many times each member stands in this epoch before."""
     first: Ints
     """Where each row's samples begin in `members`; one more entry than rows."""
-    seed: int
-    rows_per_step: int
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch."""
+        """Rows of the epoch."""
         return len(self.first) - 1
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch; the last may hold empty rows."""
-        return -(-self.rows // self.rows_per_step)
+    def row(self, number: int) -> slice:
+        """The part of `members` in a row, none for EMPTY."""
+        return slice(0) if number == EMPTY else slice(self.first[number], self.first[number + 1])
 
-    def samples(self, row: int) -> Ints:
-        """Samples of a row, none for EMPTY."""
-        return self.members[:0] if row == EMPTY else self.members[self.first[row] : self.first[row + 1]]
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of every epoch and their order."""
+
+    epochs: list[Packing]
+    weights: NDArray[np.float64]
+    """Times that each sample of the cache is seen an epoch."""
+    phase: NDArray[np.float64]
+    """u of each sample."""
+    seed: int
+    rows_per_step: int
+
+    @cached_property
+    def ends(self) -> Ints:
+        """Optimizer steps until the end of each epoch; the last of an epoch may hold empty rows."""
+        return np.cumsum([-(-packing.rows // self.rows_per_step) for packing in self.epochs])
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all epochs."""
+        return int(self.ends[-1])
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch of a step, and its number in there, both counted from 0."""
+        epoch = int(np.searchsorted(self.ends, step, side="right"))
+        return epoch, step - int(self.ends[epoch - 1] if epoch else 0)
+
+    def progress(self, step: int) -> float:
+        """Epochs done before a step."""
+        epoch, at = self.locate(step)
+        return epoch + at / int(self.ends[epoch] - (self.ends[epoch - 1] if epoch else 0))
 
     def epoch_order(self, epoch: int) -> Ints:
         """Rows of an epoch in the order they are taken, filled up to whole steps."""
-        order = np.argsort(_mixed(np.arange(self.rows, dtype=np.uint64), f"rows {self.seed} {epoch}"), kind="stable")
-        return np.pad(order, (0, self.steps_per_epoch * self.rows_per_step - self.rows), constant_values=EMPTY)
+        rows = self.epochs[epoch].rows
+        order = np.argsort(_mixed(np.arange(rows, dtype=np.uint64), f"rows {self.seed} {epoch}"), kind="stable")
+        return np.pad(order, (0, -rows % self.rows_per_step), constant_values=EMPTY)
 
-    def dealt(self, first: int, last: int, rank: int, world: int) -> Iterator[tuple[Ints, int]]:
-        """(samples, epoch) of every row that falls to `rank` in steps first .. last - 1, counted from 0."""
-        order, known = self.epoch_order(0), 0
+    def dealt(self, first: int, last: int, rank: int, world: int) -> Iterator[tuple[Ints, Ints]]:
+        """Samples, and how often each was seen before, of every row that falls to `rank` in steps first .. last - 1."""
+        known = -1
         for step in range(first, last):
-            epoch, at = divmod(step, self.steps_per_epoch)
+            epoch, at = self.locate(step)
             if epoch != known:
-                order, known = self.epoch_order(epoch), epoch
-            for row in order[at * self.rows_per_step : (at + 1) * self.rows_per_step][rank::world].tolist():
-                yield self.samples(row), epoch
+                known, order, packing = epoch, self.epoch_order(epoch), self.epochs[epoch]
+                visits = _seen(self.weights, self.phase, epoch)[packing.members] + packing.copies
+            for number in order[at * self.rows_per_step : (at + 1) * self.rows_per_step][rank::world].tolist():
+                row = packing.row(number)
+                yield packing.members[row], visits[row]
 
 
 def key_hashes(keys: Sequence[str]) -> NDArray[np.uint64]:
@@ -88,7 +125,7 @@ def anchor_slots(tokens: Ints, eligible: Ints, row_tokens: int, row_anchors: int
 
 
 def make_plan(
-    use: NDArray[np.bool_],
+    weights: NDArray[np.float64],
     keys: Sequence[str],
     tokens: Ints,
     eligible: Ints,
@@ -97,21 +134,55 @@ def make_plan(
     row_anchors: int,
     rows_per_step: int,
     seed: int,
+    epochs: int,
+    most_steps: int | None = None,
 ) -> Plan:
-    """Pack the samples marked in `use` into rows of at most `row_tokens` tokens and `row_anchors` anchors."""
-    samples = np.flatnonzero(use & (eligible > 0))
-    if not len(samples):
+    """Pack `epochs` epochs, or as many as `most_steps` need, into rows of at most `row_tokens` and `row_anchors`.
+
+    `weights`: times that each sample is seen an epoch, 0 where it is not used.
+    """
+    usable = np.flatnonzero((weights > 0) & (eligible > 0))
+    if not len(usable):
         raise UsageError(
-            f"nothing to train on: of {len(use)} samples {int(use.sum())} are chosen, none with two supervised tokens "
-            "in a row; expected a larger data.fraction, a smaller data.val_fraction or another cache"
+            f"nothing to train on: of {len(keys)} samples {int((weights > 0).sum())} are chosen, none with two "
+            "supervised tokens in a row; expected a larger data.fraction, a smaller data.val_fraction or another cache"
         )
-    hashes = key_hashes(keys)[samples]
-    samples = samples[np.argsort(_mixed(hashes, f"samples {seed}"), kind="stable")]
-    slots = anchor_slots(tokens[samples], eligible[samples], row_tokens, row_anchors)
-    rows = _pack(np.minimum(tokens[samples], row_tokens), slots, row_tokens, row_anchors)
-    order = np.argsort(rows, kind="stable")
-    first = np.searchsorted(rows[order], np.arange(rows.max() + 2))
-    return Plan(samples[order], first, seed, rows_per_step)
+    hashes = key_hashes(keys)
+    weights = np.where(eligible > 0, weights, 0.0)
+    phase = (_mixed(hashes, f"phase {seed}") >> np.uint64(32)) / 2.0**32  # sums with epochs stay exact
+    slots = anchor_slots(tokens, eligible, row_tokens, row_anchors)
+    cut = np.minimum(tokens, row_tokens)
+
+    def packed(times: Ints) -> Packing:
+        if not times.any():
+            return Packing(times[:0], times[:0], np.zeros(1, np.int64))
+        members = np.repeat(np.arange(len(times)), times)
+        copies = np.arange(len(members)) - np.repeat(np.cumsum(times) - times, times)
+        salts = [f"samples {seed}", *(f"samples {seed} {copy}" for copy in range(1, int(times.max())))]
+        order = np.argsort(np.stack([_mixed(hashes, salt) for salt in salts])[copies, members], kind="stable")
+        members, copies = members[order], copies[order]
+        rows = _pack(cut[members], slots[members], row_tokens, row_anchors)
+        order = np.argsort(rows, kind="stable")
+        return Packing(members[order], copies[order], np.searchsorted(rows[order], np.arange(rows.max() + 2)))
+
+    if (weights == np.floor(weights)).all():  # every epoch sees the same samples
+        made = [packed(weights.astype(np.int64))] * epochs
+    else:
+        made, steps = [], 0
+        for epoch in range(epochs):
+            made.append(packed(_seen(weights, phase, epoch + 1) - _seen(weights, phase, epoch)))
+            steps += -(-made[-1].rows // rows_per_step)
+            if most_steps is not None and steps >= most_steps:
+                break
+    plan = Plan(made, weights, phase, seed, rows_per_step)
+    if not plan.steps:
+        raise UsageError(f"data.weights: no sample is seen in {epochs} epochs; expected larger weights or more epochs")
+    return plan
+
+
+def _seen(weights: NDArray[np.float64], phase: NDArray[np.float64], epochs: int) -> Ints:
+    """How often each sample was seen in the first `epochs` epochs."""
+    return np.floor(epochs * weights + phase).astype(np.int64)
 
 
 def _pack(tokens: Ints, slots: Ints, row_tokens: int, row_anchors: int) -> Ints:

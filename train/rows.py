@@ -75,17 +75,20 @@ def select_layers(states_TLD: Tensor, layers: list[int] | None, hidden_size: int
     return states_TLD.view(len(states_TLD), -1, hidden_size)[:, layers].flatten(1)
 
 
-def draw_anchors(eligible: Ints, count: int, seed: int, epoch: int, key: str) -> Ints:
-    """`count` of the eligible positions without replacement, sorted; a function of (seed, epoch, key)."""
+def draw_anchors(eligible: Ints, count: int, seed: int, visit: int, key: str) -> Ints:
+    """`count` of the eligible positions without replacement, sorted; a function of (seed, visit, key).
+
+    `visit` is how often the sample was seen before: the epoch, where each epoch sees it once.
+    """
     # Raw bits of a counter-based generator stay the same in every version of numpy; `choice` may not.
-    digest = blake2b(f"{seed} {epoch} {key}".encode(), digest_size=16).digest()
+    digest = blake2b(f"{seed} {visit} {key}".encode(), digest_size=16).digest()
     bits = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(len(eligible))
     return np.sort(eligible[np.argsort(bits, kind="stable")[:count]])
 
 
-def unit_noise(shape: torch.Size, seed: int, epoch: int, key: str) -> Tensor:
-    """Uniform noise in [-1, 1] in 256 steps, as fine as bf16; a function of (seed, epoch, key)."""
-    digest = blake2b(f"noise {seed} {epoch} {key}".encode(), digest_size=16).digest()
+def unit_noise(shape: torch.Size, seed: int, visit: int, key: str) -> Tensor:
+    """Uniform noise in [-1, 1] in 256 steps, as fine as bf16; a function of (seed, visit, key)."""
+    digest = blake2b(f"noise {seed} {visit} {key}".encode(), digest_size=16).digest()
     bits = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(-(-shape.numel() // 8))
     bytes_ = torch.from_numpy(bits.astype("<u8").view(np.uint8)[: shape.numel()]).view(shape)
     return (bytes_ - 127.5) / 127.5
@@ -116,8 +119,8 @@ class RowBuilder:
     last_hidden: bool = False
     """Whether rows hold the target's last hidden state."""
 
-    def build(self, members: Ints, epoch: int) -> Row:
-        """Read `members` and lay them side by side."""
+    def build(self, members: Ints, visits: Ints) -> Row:
+        """Read `members` and lay them side by side; `visits` says how often each was seen before."""
         spec, size = self.spec, self.spec.block_size
         states = torch.zeros(self.row_tokens, len(spec.layer_ids) * spec.hidden_size, dtype=torch.bfloat16)
         position = np.zeros(self.row_tokens, dtype=np.int64)
@@ -127,15 +130,15 @@ class RowBuilder:
         last = torch.zeros(self.row_tokens, spec.hidden_size, dtype=torch.bfloat16) if self.last_hidden else None
         at = used = supervised_samples = mask_token_samples = 0
         keys = []
-        for number in members.tolist():
+        for number, visit in zip(members.tolist(), visits.tolist(), strict=True):
             sample = self.samples.read(number)
             # Cutting is exact: the states of a causal target do not depend on what follows.
             ids, mask = sample.input_ids[: self.row_tokens], sample.loss_mask[: self.row_tokens]
-            drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, epoch, sample.key)
+            drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, visit, sample.key)
             here, to = slice(at, at + len(ids)), slice(used, used + len(drawn))
             states[here] = select_layers(sample.states[: len(ids)], self.layers, spec.hidden_size)
             if self.noise:
-                states[here] += self.noise * unit_noise(states[here].shape, self.seed, epoch, sample.key)
+                states[here] += self.noise * unit_noise(states[here].shape, self.seed, visit, sample.key)
             position[here] = np.arange(len(ids))
             anchor[to], start[to], token[to] = drawn + at, at, ids[drawn]
             label[to] = np.pad(ids, (0, size))[drawn[:, None] + np.arange(size)]

@@ -1,0 +1,101 @@
+"""Several caches of one target as one: samples of the first cache, then of the second, and so on."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.sample import Sample
+from dflash_offline.train.plan import Ints
+
+
+class Mix:
+    """One or more open caches. A sample that an earlier cache has too is not used; codecs may differ."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Open the caches at `paths`. Raises UsageError where they are not of the same target, layers and tokenizer."""
+        self.caches = [Cache(path) for path in paths]
+        for other in self.caches[1:]:
+            _check_same(self.caches[0], other)
+        first = self.caches[0]
+        self.path, self.layer_ids, self.hidden_size = first.path, first.layer_ids, first.hidden_size
+        self.tokenizer_facts, self.target_config = first.tokenizer_facts, first.target_config
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Content key of every sample."""
+        return [key for cache in self.caches for key in cache.keys]
+
+    @cached_property
+    def prompt_keys(self) -> list[str]:
+        """Prompt key of every sample."""
+        return [key for cache in self.caches for key in cache.prompt_keys]
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """Length of every sample [N]."""
+        return np.concatenate([cache.tokens for cache in self.caches])
+
+    @cached_property
+    def anchors(self) -> Ints:
+        """Eligible anchors of every sample [N]."""
+        return np.concatenate([cache.anchors for cache in self.caches])
+
+    @cached_property
+    def part(self) -> Ints:
+        """Which cache every sample is of [N]."""
+        return np.repeat(np.arange(len(self.caches)), [len(cache) for cache in self.caches])
+
+    @cached_property
+    def new(self) -> NDArray[np.bool_]:
+        """Samples that no earlier cache has [N]."""
+        seen: set[str] = set()
+        return np.array([key not in seen and not seen.add(key) for key in self.keys])  # type: ignore[func-returns-value]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of what is trained on, in the order of the caches."""
+        return "+".join(cache.fingerprint for cache in self.caches)
+
+    @property
+    def generation(self) -> str:
+        """How the responses were made: greedy, sampled, mixed or unknown."""
+        ways = {cache.generation for cache in self.caches}
+        return ways.pop() if len(ways) == 1 else "mixed"
+
+    def target_tensors(self) -> dict[str, Tensor]:
+        """embed_tokens, lm_head and norm of the target."""
+        return self.caches[0].target_tensors()
+
+    def read(self, number: int) -> Sample:
+        """Read and decode one sample."""
+        part = int(self.part[number])
+        return self.caches[part].read(number - int(np.searchsorted(self.part, part)))
+
+
+def _check_same(first: Cache, other: Cache) -> None:
+    expected, found = dict(_identity(first)), dict(_identity(other))
+    for name in sorted({*expected, *found}):
+        if expected.get(name) != found.get(name):
+            raise UsageError(
+                f"{other.path}: {name} is {found.get(name)}, of {first.path} {expected.get(name)}; "
+                "caches that are mixed are of one target, its layers and its tokenizer"
+            )
+
+
+def _identity(cache: Cache) -> Iterator[tuple[str, Any]]:
+    """What states mean, by name."""
+    m = cache.manifest
+    yield from {"layer_ids": m.layer_ids, "hidden_size": m.hidden_size, "convention": m.convention}.items()
+    yield from ((f"tokenizer.{name}", value) for name, value in m.tokenizer.items())
+    yield from ((f"target.{name}", value) for name, value in (m.target.get("files") or {}).items())
+    yield "target.copied.target.safetensors", m.target["copied"].get("target.safetensors")
