@@ -157,6 +157,10 @@ class ExtractConfig:
     """auto: every visible GPU, else the CPU; or `cpu`, or a list such as `cuda:0,cuda:2`."""
     allow_slow: bool = False
     """Run on a GPU although a fast kernel is missing."""
+    dry_run: bool = False
+    """Only read the dataset and say what the run would take: tokens, bytes, hours, and whether they fit."""
+    rate: float = 0.0
+    """Tokens a second and device, for the hours of a dry run; 0: not known."""
 
     def __post_init__(self) -> None:
         for name in ("shard_mib", "token_budget", "workers"):
@@ -166,3 +170,19 @@ class ExtractConfig:
     def codec_parameters(self) -> dict[str, Any]:
         """The settings of the chosen codec."""
         return asdict(self.ecsq) if self.codec == "ecsq" else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig(ExtractConfig):
+    """What to look at before a run; the rest is as for `run`."""
+
+    samples: int = 3
+    """Samples to print."""
+    rows: int = 1000
+    """Rows to read; 0: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("samples", "rows"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")

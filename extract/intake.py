@@ -51,7 +51,8 @@ class Intake:
     longest: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    first_skip: str = ""
+    examples: dict[str, str] = field(default_factory=dict)
+    """The first skipped row of each reason."""
 
     def samples(self) -> Iterator[pa.RecordBatch]:
         """Every sample that no task has yet, in dataset order, some at a time."""
@@ -66,9 +67,9 @@ class Intake:
                 said = time.monotonic()
                 print(f"reading: {self.rows:,} rows, {self.tokens:,} tokens", flush=True)
         if self.data.strict and self.skipped:
-            raise UsageError(f"{self.data.files[0]}: data.strict, and {self._skips()}; first: {self.first_skip}")
+            raise UsageError(f"{self.data.files[0]}: data.strict, and {self._skips()}; first: {self.first_skip()}")
         if not self.seen:
-            first = f"; first: {self.first_skip}" if self.first_skip else ""
+            first = f"; first: {self.first_skip()}" if self.skipped else ""
             template = xxhash.xxh3_64_hexdigest(str(self.renderer.tokenizer.chat_template).encode())
             raise UsageError(
                 f"{self.data.files[0]}: 0 usable samples of {self.rows} rows ({self._reasons() or 'no rows'}){first}; "
@@ -122,9 +123,13 @@ class Intake:
 
     def _skip(self, skip: Skip) -> None:
         self.skipped[skip.reason] += 1
-        self.first_skip = self.first_skip or f"{skip.source} line {skip.number + 1}: {skip.detail or skip.reason}"
+        self.examples.setdefault(skip.reason, f"{skip.source} line {skip.number + 1}: {skip.detail or skip.reason}")
         if self.skips is not None:
             self.skips.write(json.dumps(plans.skip_line(skip)).encode() + b"\n")
+
+    def first_skip(self) -> str:
+        """Where the first skipped row is, and why."""
+        return next(iter(self.examples.values()))
 
     def _reasons(self) -> str:
         return ", ".join(f"{n} {reason}" for reason, n in self.skipped.most_common())

@@ -13,6 +13,7 @@ import xxhash
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract import pool, roots
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.forecast import dry_run
 from dflash_offline.extract.intake import make_plan
 from dflash_offline.extract.layers import choose_layers
 from dflash_offline.extract.render import MASK_RULE, Renderer, open_renderer
@@ -50,6 +51,8 @@ def run(config: ExtractConfig) -> int:
     renderer = open_renderer(target.folder, target.config.vocab_size, config.data)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
     task_tokens = _task_tokens(config, len(layers) * target.config.hidden_size)
+    if config.dry_run:
+        return dry_run(config, renderer, task_tokens, len(layers), target.config.hidden_size, len(devices))
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER)):
         roots.prepare(config.roots, config.cache)
         plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")

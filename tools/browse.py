@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dflash_offline.extract.preview import marked
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import TARGET_FOLDER, Cache
 from dflash_offline.shards.errors import UsageError
@@ -62,7 +63,7 @@ def show(args: Show) -> int:
     row, sample = cache.row(found[0]), cache.read(found[0])
     print(f"key {sample.key}  {row['source']} line {row['source_row'] + 1}  id {row['id'] or '-'}")
     print(f"{len(sample.input_ids)} tokens, {int(sample.loss_mask.sum())} supervised, finish {row['finish_reason']}\n")
-    print(_marked(_tokenizer(cache), sample.input_ids.tolist(), sample.loss_mask.tolist(), sys.stdout.isatty()))
+    print(marked(_tokenizer(cache), sample.input_ids.tolist(), sample.loss_mask.tolist(), sys.stdout.isatty()))
     states_TLD = sample.states.float().view(len(sample.input_ids), len(cache.layer_ids), cache.hidden_size)
     print()
     for i, layer in enumerate(cache.layer_ids):
@@ -75,18 +76,6 @@ def _tokenizer(cache: Cache) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(cache.path / TARGET_FOLDER, local_files_only=True)
-
-
-def _marked(tokenizer: Any, ids: list[int], mask: list[int], color: bool) -> str:
-    """The text, with each run of supervised tokens in green, or between guillemets where there is no colour."""
-    on, off = ("\x1b[32m", "\x1b[0m") if color else ("«", "»")
-    parts, start = [], 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or mask[i] != mask[start]:
-            text = tokenizer.decode(ids[start:i])
-            parts.append(f"{on}{text}{off}" if mask[start] else text)
-            start = i
-    return "".join(parts)
 
 
 def check(args: Verify) -> int:

@@ -1,0 +1,63 @@
+"""What a run would take: tokens, bytes, hours, and whether its disks have room. Nothing is written."""
+
+import shutil
+from pathlib import Path
+
+from dflash_offline.extract import plan as plans
+from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.intake import Intake
+from dflash_offline.extract.render import Renderer
+from dflash_offline.shards import codecs, index
+from dflash_offline.shards.errors import UsageError
+
+_SIDE_BYTES, _PLAN_BYTES = 7, 5
+"""A token's share beside its states: ids, mask, index and checksums in shard and index; ids and mask in the plan."""
+
+
+def dry_run(config: ExtractConfig, renderer: Renderer, task_tokens: int, layers: int, hidden: int, devices: int) -> int:
+    """Print the forecast of a run over `config.data`. Raises UsageError when it does not fit."""
+    intake = Intake(data=config.data, renderer=renderer)
+    tasks, _ = plans.write_tasks(None, intake.samples(), {}, task_tokens, config.batching == "padded")
+    bits = codecs.nominal_bits(config.codec, config.codec_parameters())
+    need = shard_bytes(config, layers, hidden, intake.tokens, intake.supervised)
+    rows = {
+        "shards": f"{len(tasks):,}",
+        f"bytes, {config.codec} at {bits:.1f} bits a value": f"{need:,}",
+        "bytes of the plan": f"{_PLAN_BYTES * intake.tokens:,}",
+        f"hours on {devices} devices": "state --rate (tokens a second and device)",
+    }
+    if config.rate:
+        rows[f"hours on {devices} devices"] = f"{intake.tokens / config.rate / devices / 3600:,.2f}"
+    print(intake.summary())
+    for name, value in rows.items():
+        print(f"  {name:<46} {value:>15}")
+    for place, free in free_bytes(config).items():
+        print(f"  {f'free on {place}':<46} {free:>15,}")
+    check_room(config, need + _PLAN_BYTES * intake.tokens)
+    return 0
+
+
+def shard_bytes(config: ExtractConfig, layers: int, hidden: int, tokens: int, supervised: int) -> int:
+    """Bytes on disk of so many tokens; `layers` states of `hidden` values each, and the last one where it is stored."""
+    values = tokens * layers * hidden + supervised * hidden * config.last_hidden
+    return int(values * codecs.nominal_bits(config.codec, config.codec_parameters()) / 8) + _SIDE_BYTES * tokens
+
+
+def free_bytes(config: ExtractConfig) -> dict[Path, int]:
+    """Free bytes of each disk that shards go to, by one of the configured folders on it."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for given in config.roots or (config.cache,):
+        there = next(p for p in (given.expanduser().absolute(), *given.expanduser().absolute().parents) if p.exists())
+        disks.setdefault(there.stat().st_dev, (given, shutil.disk_usage(there).free))
+    return dict(disks.values())
+
+
+def check_room(config: ExtractConfig, need: int) -> None:
+    """Raises UsageError when the disks have no room for `need` bytes beside the shards that are there."""
+    done = sum(path.stat().st_size for path in (config.cache / index.SHARDS_FOLDER).glob("*.arrow"))
+    free = free_bytes(config)
+    if (left := need - done) > sum(free.values()):
+        places = ", ".join(f"{place} has {room:,}" for place, room in free.items())
+        raise UsageError(
+            f"needs {left:,} bytes more, and {places}; add --roots on other disks, or take a smaller codec or dataset"
+        )
