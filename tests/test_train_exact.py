@@ -3,14 +3,18 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from train_killed import POINTS
 from train_reference import make_cache
-from train_runs import FLAGS, VARIANTS, config_of, finish, hashes, metrics, settings, small, start, wait_for
+from train_runs import FLAGS, VARIANTS, config_of, finish, hashes, metrics, settings, small
 
 from dflash_offline.train import checkpoint, evaluate, loop
 from dflash_offline.train.export import run_drafter
@@ -65,17 +69,34 @@ def test_a_checkpoint_is_fp32_tensors_and_text(finished: dict[str, Path]) -> Non
         assert not any("embed" in key or "head" in key for key in loaded["optimizer.safetensors"])
 
 
+def killed(kills: int, name: str, cache: Path, finished: Path, folder: Path) -> list[str]:
+    """Train under kills; every run that got to its end is as the one that was not disturbed. Where it was killed."""
+    out, flags = folder / "out", [*FLAGS, *VARIANTS[name], "--save.every", "1", "--save.keep-last", "2"]
+    command = [sys.executable, str(Path(__file__).with_name("train_killed.py")), str(kills), "0", str(out)]
+    done = subprocess.run(
+        [*command, "--cache", str(cache), "--run-dir", str(folder / "run"), *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    points = out.read_text().splitlines()
+    runs = sorted(folder.glob("out.*"))
+    assert len(runs) == points.count("finished") + 1
+    for run in runs:
+        assert hashes(run, 12) == hashes(finished, 12) and metrics(run) == metrics(finished)
+        assert not list((run / "checkpoints").glob(".*")) and not list(run.glob("*.tmp"))
+    return [point for point in points if point != "finished"]
+
+
 def test_kills_change_nothing(cache: Path, finished: dict[str, Path], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags: list[object] = ["--cache", cache, "--run-dir", run, *FLAGS, "--save.every", "1"]
-    for lines in (2, 6):
-        process = start(1, *flags)
-        wait_for(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= lines, process)  # noqa: B023
-        process.kill()
-        process.communicate()
-    finish(1, flags)
-    assert hashes(run, 12) == hashes(finished["decay"], 12) and metrics(run) == metrics(finished["decay"])
-    assert not list((run / "checkpoints").glob(".*"))
+    """B85, B69: at random moments and in the middle of writing."""
+    assert len(killed(6, "everything", cache, finished["everything"], tmp_path)) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decay", "everything"])
+def test_a_hundred_kills_change_nothing(name: str, cache: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    points = killed(100, name, cache, finished[name], tmp_path)
+    print(Counter(points))
+    assert len(points) == 100 and {*points} == {"at a random moment", *POINTS}
 
 
 @pytest.mark.parametrize("moment", ["before", "during"])
