@@ -83,3 +83,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     write_cache(tmp_path / "d", samples=1, complete=False)
     (tmp_path / "d" / "shards" / "00000000.arrow").unlink()
     assert shards(capsys, "bench", tmp_path / "d")[0] == 2
+
+
+@pytest.mark.gpu
+def test_the_stages_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = {s.key: s for s in write_cache(tmp_path / "c", samples=5, last_hidden=True)}
+    cache = Cache(tmp_path / "c")
+    held = hold(cache, 5, pinned=True)
+    _, decode, copy, restore = stages(cache, held, torch.device("cuda"))
+    assert held[0][1].buffer.is_pinned() and decode.work(0).buffer.is_pinned()  # type: ignore[attr-defined]
+    assert torch.equal(copy.work(0).cpu(), held[0][1].buffer)  # type: ignore[attr-defined]
+    sample = restore.work(0)
+    assert sample.states.is_cuda and torch.equal(sample.states.cpu(), written[sample.key].states)  # type: ignore[attr-defined]
+    code, out, _ = shards(capsys, "bench", tmp_path / "c")
+    assert code == 0 and "host to device" in out and "device: " in out and "slowest stage" in out

@@ -97,6 +97,15 @@ def test_stored_bits_are_the_frames_bits(tmp_path: Path, last_hidden: bool, comp
     assert last == (pytest.approx(8 * sizes["last_frames"] / values["last_frames"]) if last_hidden else None)
 
 
+def test_a_shard_that_appears_meanwhile_does_no_harm(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=4, per_shard=2, complete=False)
+    late = tmp_path / "c" / "shards" / "00000001.arrow"
+    late.rename(tmp_path / "late")
+    cache = Cache(tmp_path / "c", allow_incomplete=True)
+    (tmp_path / "late").rename(late)
+    assert stored_bits(cache) == stored_bits(Cache(tmp_path / "c", allow_incomplete=True))
+
+
 def test_a_cache_adds_its_own_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cache(tmp_path / "c", samples=5, codec="ecsq", last_hidden=True)
     cache = Cache(tmp_path / "c")

@@ -359,3 +359,6 @@ def test_bad_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert shards(capsys, "stats", tmp_path / "c", "--samples", "-1")[0] == 2
     assert shards(capsys, "stats", tmp_path / "c", "--samples", "0", "--codecs", "True")[0] == 2
     assert shards(capsys, "stats", tmp_path)[0] == 2
+    for place in (tmp_path, tmp_path / "no" / "a.html"):
+        code, out, err = shards(capsys, "stats", tmp_path / "c", "--html", place)
+        assert code == 2 and out == "" and "expected the name of a file" in err

@@ -37,14 +37,16 @@ def stored_bits(cache: Cache) -> tuple[float, float | None]:
     """
     table = index.load(cache.path, cache.manifest, ranges=True)
     lengths = table.column("frame_lengths").combine_chunks()
+    # Not those of `cache`: where extraction goes on, there are more samples by now.
+    tokens, supervised = (table.column(name).to_numpy() for name in ("tokens", "supervised"))
     starts, sizes = lengths.offsets.to_numpy(), lengths.values.to_numpy()
-    middles = starts[:-1] - (-cache.tokens // FRAME_TOKENS)  # a sample's frames, then those of its last hidden states
+    middles = starts[:-1] - (-tokens // FRAME_TOKENS)  # a sample's frames, then those of its last hidden states
     total = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    values = int(cache.tokens.sum()) * cache.hidden_size
+    values = int(tokens.sum()) * cache.hidden_size
     states = 8 * int((total[middles] - total[starts[:-1]]).sum()) / (values * len(cache.layer_ids))
     last = 8 * int((total[starts[1:]] - total[middles]).sum())
     # Stored where the next token is supervised: every supervised token but one at the very start of a sample.
-    return states, last / (int(cache.supervised.sum()) * cache.hidden_size) if cache.manifest.last_hidden else None
+    return states, last / max(int(supervised.sum()) * cache.hidden_size, 1) if cache.manifest.last_hidden else None
 
 
 def estimate(args: Estimate) -> int:

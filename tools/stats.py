@@ -50,6 +50,8 @@ def stats(args: Stats) -> int:
             f"({' or '.join(EXACT)})"
         )
     if args.html is not None:
+        if args.html.is_dir() or not args.html.parent.is_dir():
+            raise UsageError(f"--html {args.html}: expected the name of a file in a folder that exists")
         from dflash_offline.tools import stats_page  # says at once when matplotlib is missing
     report = examine(cache, args)
     for name, value in report.facts.items():
