@@ -26,7 +26,7 @@ from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
-from dflash_offline.shards.layout import read_sample, read_trailer
+from dflash_offline.shards.layout import read_range, read_sample, read_trailer
 from dflash_offline.shards.sample import Encoded, Sample, unpack_sample
 
 OPEN_FILES = 32
@@ -176,13 +176,13 @@ class Cache:
         """The sample's record batch, after its message hash was checked."""
         message = self._pread(row["shard"], row["offset"], row["length"])
         if xxhash.xxh3_64_intdigest(message) != row["xxh3"]:
-            raise CorruptError(self._blame(row, memoryview(message)))
+            raise CorruptError(self._blame(row, message))
         return read_sample(message, self.manifest.last_hidden)
 
     def _where(self, row: dict[str, Any]) -> str:
         return f"{self.path / row['shard']}: row {row['row']}, sample {row['key']}"
 
-    def _pread(self, shard: str, offset: int, length: int) -> bytes:
+    def _pread(self, shard: str, offset: int, length: int) -> memoryview:
         with self._lock:
             # The descriptor is duplicated, so that evicting it cannot close it under a reader.
             fd = os.dup(self._open(shard))
@@ -190,7 +190,7 @@ class Cache:
             size = os.fstat(fd).st_size
             if offset + length > size:  # before reading: the length is what would be allocated
                 raise CorruptError(f"{self.path / shard}: ends at byte {size}, expected {offset + length}")
-            return os.pread(fd, length, offset)
+            return read_range(fd, offset, length)
         finally:
             os.close(fd)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -86,9 +86,12 @@ def read(folder: Path, codec: CodecInfo, layers: int, hidden: int, last_hidden: 
     if not path.is_file() or (found := file_hash(path)) != codec.calibration:
         state = f"changed (xxh3 {found})" if path.is_file() else "missing"
         raise CorruptError(f"{path}: {state}, expected xxh3 {codec.calibration}; restore it, or extract again")
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        quality = json.loads((file.metadata() or {}).get("quality", "{}"))
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            quality = json.loads((file.metadata() or {}).get("quality", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise CorruptError(f"{path}: no calibration: {error}; extract again") from None
     last = {name.removeprefix(_LAST): tensor for name, tensor in tensors.items() if name.startswith(_LAST)}
     name, version, parameters = codec.name, codec.version, codec.parameters
     return Calibrated(

@@ -30,6 +30,8 @@ _TAIL = struct.Struct("<QQ8s")
 _MAGIC, _END_MAGIC = b"DFTRAIL1", b"DFSHARD1"
 _ONE_READ = 1 << 30
 """The kernel gives at most 2 GiB for one call, whatever was asked."""
+_BROKEN = (pa.ArrowException, OSError, ValueError, struct.error)
+"""What Arrow raises for bytes that are none of its own."""
 _SALVAGED = "5a17a6ed" * 2
 
 IDENTITY = [
@@ -135,7 +137,7 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
     magic, task, count, index_bytes = _HEAD.unpack(os.pread(file.fileno(), _HEAD.size, start))
     if magic != _MAGIC or _HEAD.size + count * _MESSAGE.size + index_bytes != length or count < 1:
         raise bad("trailer head is not one of this version")
-    body = memoryview(read_range(file.fileno(), start, length))
+    body = read_range(file.fileno(), start, length)
     if xxhash.xxh3_64_intdigest(body) != checksum:
         raise bad("trailer checksum differs")
     messages, at = [], 0
@@ -149,7 +151,7 @@ def read_trailer(file: BinaryIO, name: str) -> Trailer:
         raise bad(f"the stream ends at byte {at}, but the trailer starts at {start}")
     try:
         index = _read_index(body[_HEAD.size + count * _MESSAGE.size :])
-    except (pa.ArrowException, CorruptError) as error:  # its hash is right, so it was written so
+    except (*_BROKEN, CorruptError) as error:  # its hash is right, so it was written so
         raise bad(f"trailer's index: {str(error).splitlines()[0]}") from None
     columns = (index.column(name).to_pylist() for name in ("row", "offset", "length", "xxh3"))
     if list(zip(*columns, strict=True)) != [(i, m.offset, m.length, m.xxh3) for i, m in enumerate(messages[1:])]:
@@ -182,10 +184,13 @@ def read_sample(message: bytes | memoryview, last_hidden: bool) -> pa.RecordBatc
     """A record batch message whose hash was checked. Raises CorruptError when it is none of ours."""
     try:
         batch = _read_batch(pa.ipc.read_message(pa.py_buffer(message)), sample_schema(last_hidden))
-    except pa.ArrowException as error:
+    except _BROKEN as error:
         raise CorruptError(f"not a sample: {str(error).splitlines()[0]}") from None
     if len(batch) != 1:
         raise CorruptError(f"{len(batch)} rows in a message, expected 1")
+    for column in batch.columns[len(IDENTITY) :]:  # readers take `values` whole
+        if column.offsets.to_pylist() != [0, len(column.values)]:
+            raise CorruptError("not a sample: a list that is not all of its values")
     return batch
 
 
@@ -231,7 +236,7 @@ def frame_ranges(frames: pa.Array, shift: int) -> tuple[list[int], list[int]]:
 
 def read_range(fd: int, offset: int, length: int, out: memoryview | None = None) -> memoryview:
     """`length` bytes from `offset`, into the beginning of `out` where it is given; fewer at the end of the file."""
-    out = memoryview(bytearray(length)) if out is None else out[:length]
+    out = np.empty(length, np.uint8).data if out is None else out[:length]
     at = 0
     while at < length and (count := os.preadv(fd, [out[at : at + _ONE_READ]], offset + at)):
         at += count

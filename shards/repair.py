@@ -26,7 +26,7 @@ from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash, take_lock
 from dflash_offline.shards.layout import IDENTITY, read_sample, read_schema, read_trailer, salvaged
 from dflash_offline.shards.manifest import Manifest, ShardInfo
-from dflash_offline.shards.verify import check_shard, check_side_files, read_message, sample_faults, strangers
+from dflash_offline.shards.verify import check_shard, check_side_files, read_message, strangers
 from dflash_offline.shards.writer import Identity, ShardWriter
 
 TORN, FOREIGN = ".torn", ".foreign"
@@ -296,10 +296,10 @@ def _sound(claims: Iterable[list[_Claim]], last_hidden: bool) -> Iterator[tuple[
     for each in claims:
         for claim in each:
             try:
-                data = read_message(claim.file, claim.row, claim.shift)
+                data, faults = read_message(claim.file, claim.row, last_hidden, claim.shift, frames=True)
             except OSError:  # a bad block of the disk, or a place before the file
                 continue
-            if not any(sample_faults(data, claim.row, last_hidden)):
+            if not faults:
                 yield claim.row, data
                 break
 

@@ -10,7 +10,7 @@ from dflash_offline.shards.codecs.contract import Codec
 from dflash_offline.shards.codecs.ecsq import Ecsq
 from dflash_offline.shards.codecs.fp8 import Fp8
 from dflash_offline.shards.codecs.lossless import Lossless
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import CorruptError, UsageError
 
 __all__ = ["CODECS", "Codec", "calibrate", "nominal_bits", "restore"]
 
@@ -37,7 +37,10 @@ def restore(
     cls = _class(name)
     if version != cls.version:
         raise UsageError(f"codec {name} is version {version}, this build reads {cls.version}; use the newer release")
-    return cls.restore(parameters, calibration, layers, hidden)
+    try:
+        return cls.restore(parameters, calibration, layers, hidden)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"codec {name} of {dict(parameters)}: {error}; not what this build writes") from None
 
 
 def nominal_bits(name: str, parameters: Mapping[str, Any] | None = None) -> float:
