@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.layout import read_range
 from dflash_offline.shards.sample import Encoded
 from dflash_offline.tools.config import Bench
 from dflash_offline.tools.estimate import label
@@ -108,7 +109,7 @@ def stages(cache: Cache, held: Sequence[tuple[int, Encoded]], device: torch.devi
 
     def read(i: int) -> object:
         with (cache.path / rows[i]["shard"]).open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), rows[i]["length"], rows[i]["offset"])
+            return read_range(file.fileno(), rows[i]["offset"], rows[i]["length"])
 
     def buffer(size: int) -> Tensor:
         if not hasattr(local, "buffer"):  # one a thread, used again and again, as a loader does

@@ -125,7 +125,7 @@ def measure_states(cache: Cache, chosen: list[int], try_codecs: bool) -> States:
         samples=len(chosen),
         tokens=tokens,
         energy_LD=(square_LD / tokens).numpy(),
-        largest_L=torch.maximum(high_LD, -low_LD).amax(dim=1).double().numpy(),
+        largest_L=torch.maximum(high_LD, -low_LD).amax(dim=1).abs().double().numpy(),
         low_LD=low_LD.double().numpy(),
         high_LD=high_LD.double().numpy(),
         outliers_L=outliers_L.numpy(),
