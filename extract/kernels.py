@@ -52,7 +52,7 @@ def install(model_type: str, device: torch.device, allow_slow: bool) -> str:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
     used = {"attention": "torch sdpa"}
     if model_type.startswith("qwen3_5"):
         module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -105,7 +105,7 @@ def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
                 v,
                 g=g,
                 beta=beta,
-                use_qk_l2norm_in_kernel=True,
+                use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),
                 output_final_state=False,
                 cu_seqlens=None if row is None else row.cu_seqlens,
                 cu_seqlens_cpu=None if row is None else row.cu_seqlens_cpu,
@@ -118,6 +118,13 @@ def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
         return torch.cat(parts, dim=1), None
 
     return chunk_gated_delta_rule
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The rule that `install` chose, for q and k [1, P, G, d] of unit length and v [1, P, V, d]. [P, V, d]"""
+    module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    out, _ = module.torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
+    return out[0]
 
 
 def _convolution(reference: Any, fast: Any) -> Callable[..., Tensor]:
@@ -141,13 +148,21 @@ def _convolution(reference: Any, fast: Any) -> Callable[..., Tensor]:
     return causal_conv1d_fn
 
 
-def _attention(
+def packed_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Causal attention of each sample with itself. query [1, H, P, d], key and value [1, Hkv, P, d] -> [1, P, H, d]."""
     row = _row
     if row is None or mask is not None:
         raise RuntimeError("packed attention needs sample boundaries and no mask")
+    if query.is_cuda and query.dtype == torch.bfloat16:
+        # Per sample, cuDNN would make a plan for every length it has not met.
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        cu, longest = row.cu_seqlens, max(row.lengths)
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scaling
+        )
+        return out[None], None
     pieces = zip(*(torch.split(x, row.lengths, dim=2) for x in (query, key, value)), strict=True)
     own = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in pieces

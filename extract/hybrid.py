@@ -1,0 +1,137 @@
+"""The dense Qwen3.5 and 3.6 hybrids, one packed row at a time, without what is not needed between matrix products.
+
+The mathematics is transformers' own, with its roundings: projections that read the same input are one
+product, the residual is added where it is normalised, the convolution also cuts and normalises the heads, heads are
+grouped natively, and nothing is copied for its layout. The stock modules give up their weights layer by layer.
+
+Legend: P tokens of the row, L captured layers, D hidden; see hybrid_plain.py for the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_offline.extract import kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Weights of a decoder layer; `mixer` holds those that depend on its kind."""
+
+    attention: bool
+    """Full attention; else a gated delta rule."""
+    before: Tensor
+    after: Tensor
+    project: Tensor
+    """All projections of the mixer's input: [q and gate | k | v], or [q k v | z | b | a]."""
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    mixer: Any
+
+
+class HybridCapture:
+    """As forward.Capture, for packed rows of a Qwen3.5 or 3.6 decoder."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[int], device: torch.device) -> None:
+        """Takes the weights of `model`, which is of no use afterwards."""
+        from dflash_offline.extract import hybrid_plain
+
+        self._device, self._order = device, {layer: i for i, layer in enumerate(layers)}
+        self._ops: Any = hybrid_plain
+        if device.type == "cuda":
+            from dflash_offline.extract import hybrid_kernels
+
+            self._ops = hybrid_kernels
+        net: Any = model
+        self.config = net.config
+        self.hidden_size: int = net.config.hidden_size
+        self._embed, self._rotary = net.embed_tokens.weight, net.rotary_emb
+        self._layers = [_take(net.layers[i]) for i in range(len(net.layers))]
+
+    @torch.inference_mode()
+    def __call__(self, samples: Sequence[Tensor]) -> list[Tensor]:
+        """Token ids [T] of several samples -> bf16 [T, L, D] of each, on the device."""
+        lengths = [len(ids) for ids in samples]
+        ids_P = torch.cat(list(samples)).to(self._device, torch.long, non_blocking=True)
+        place_P = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(self._device, non_blocking=True)
+        x_PD = F.embedding(ids_P, self._embed)
+        cos, sin = self._rotary(x_PD[None], place_P.long().expand(3, 1, -1))
+        states_PLD = torch.empty(len(ids_P), len(self._order), x_PD.shape[1], dtype=torch.bfloat16, device=self._device)
+        eps: float = self.config.rms_norm_eps
+        delta_PD: Tensor | None = None
+        with kernels.boundaries(lengths, self._device):
+            for i, layer in enumerate(self._layers):
+                normed_PD = self._ops.add_norm(x_PD, delta_PD, layer.before, eps)
+                # What was just added is the end of the layer before.
+                self._keep(states_PLD, i - 1, x_PD)
+                proj_P = F.linear(normed_PD, layer.project)
+                mix = self._attend if layer.attention else self._recur
+                mixed = mix(layer, proj_P, place_P, cos[0], sin[0])
+                delta_PD = F.linear(mixed, layer.out)
+                normed_PD = self._ops.add_norm(x_PD, delta_PD, layer.after, eps)
+                delta_PD = F.linear(self._ops.swiglu(F.linear(normed_PD, layer.gate_up)), layer.down)
+            assert delta_PD is not None  # there is at least one layer
+            x_PD += delta_PD
+            self._keep(states_PLD, len(self._layers) - 1, x_PD)
+        return list(torch.split(states_PLD, lengths))
+
+    def _keep(self, states_PLD: Tensor, layer: int, x_PD: Tensor) -> None:
+        if layer in self._order:
+            states_PLD[:, self._order[layer]] = x_PD
+
+    def _attend(self, layer: Layer, proj_P: Tensor, _: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
+        c, m = self.config, layer.mixer
+        heads, kv_heads, d = c.num_attention_heads, c.num_key_value_heads, len(m["q_norm"])
+        q, k = self._ops.rope_heads(proj_P, m["q_norm"], m["k_norm"], cos_PR, sin_PR, heads, kv_heads, c.rms_norm_eps)
+        v = proj_P[:, 2 * heads * d + kv_heads * d :].view(len(proj_P), kv_heads, d)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        attended = kernels.packed_attention(None, q, k, v, None, scaling=d**-0.5)[0]
+        return self._ops.gate_heads(attended[0], proj_P)
+
+    def _recur(self, layer: Layer, proj_P: Tensor, place_P: Tensor, *_: Tensor) -> Tensor:
+        c, m = self.config, layer.mixer
+        keys, values = c.linear_num_key_heads, c.linear_num_value_heads
+        widths = [m["conv"].shape[0], values * c.linear_value_head_dim, values, values]
+        z, b, a = torch.split(proj_P, widths, dim=1)[1:]
+        q, k, v = self._ops.conv_heads(
+            proj_P, m["conv"], place_P, keys, values, c.linear_key_head_dim, c.linear_value_head_dim
+        )
+        decay, beta = self._ops.gates(b, a, m["A_log"], m["dt_bias"])
+        out = kernels.delta_rule(q[None], k[None], v[None], decay[None], beta[None])
+        return self._ops.gated_norm(out, z, m["norm"], c.rms_norm_eps)
+
+
+def _take(layer: Any) -> Layer:
+    """The layer's weights, those that are joined as one tensor; the layer gives them up."""
+    names: tuple[str, ...]
+    attention = hasattr(layer, "self_attn")
+    part = layer.self_attn if attention else layer.linear_attn
+    if attention:
+        names, out = ("q_proj", "k_proj", "v_proj"), "o_proj"
+        mixer = {"q_norm": part.q_norm.weight, "k_norm": part.k_norm.weight}
+    else:
+        names, out = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
+        conv = part.conv1d.weight.squeeze(1).contiguous()
+        mixer = {"conv": conv, "A_log": part.A_log, "dt_bias": part.dt_bias, "norm": part.norm.weight}
+    return Layer(
+        attention=attention,
+        before=layer.input_layernorm.weight,
+        after=layer.post_attention_layernorm.weight,
+        project=_join(part, names),
+        out=getattr(part, out).weight,
+        gate_up=_join(layer.mlp, ("gate_proj", "up_proj")),
+        down=layer.mlp.down_proj.weight,
+        mixer=mixer,
+    )
+
+
+def _join(module: nn.Module, names: Sequence[str]) -> Tensor:
+    joined = torch.cat([getattr(module, name).weight for name in names])
+    for name in names:
+        delattr(module, name)
+    return joined
