@@ -5,10 +5,11 @@
     hidden_states          bf16 [T, D], the last one
     conversation_id
 
-Two scripts write this, and a file does not say which. compute_hidden_states_hf.py takes hidden_states[id + 1], the
+Three scripts write this, and a file does not say which. compute_hidden_states_hf.py takes hidden_states[id + 1], the
 stream after layer id as ours; its last hidden state is after the final norm, so it is not read, and an id of the last
 layer is refused, since HF norms that one too. compute_hidden_states_vllm.py hands the same ids to vLLM, where id means
-the stream that enters layer id: after layer id - 1. Its last hidden state is before the norm.
+the stream that enters layer id: after layer id - 1. Its last hidden state is before the norm. How the third,
+compute_hidden_states_trtllm.py, counts was not found out, so its dumps are not offered.
 """
 
 from functools import partial
