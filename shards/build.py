@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_offline.shards import index, manifest
+from dflash_offline.shards.cache import LOCK
 from dflash_offline.shards.calibration import CODEC_FILE
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import atomic_file, take_lock
@@ -23,7 +24,6 @@ from dflash_offline.shards.layout import is_salvaged, read_schema, read_trailer,
 from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.writer import Identity, ShardWriter
 
-LOCK = ".lock"
 SKIPPED = "skipped.jsonl"
 
 

@@ -7,6 +7,7 @@ kills the process with SIGBUS, and a fault blocks every Python thread; a read re
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
@@ -23,13 +24,17 @@ from torch import Tensor
 from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
-from dflash_offline.shards.files import file_hash
+from dflash_offline.shards.files import file_hash, is_locked
 from dflash_offline.shards.frames import allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
 from dflash_offline.shards.layout import read_range, read_sample, read_trailer
+from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.sample import Encoded, Sample, unpack_sample
 
+LOCK = ".lock"
 OPEN_FILES = 32
+PATIENCE = 10.0
+"""Seconds."""
 TARGET_FOLDER = "target"
 
 
@@ -43,18 +48,11 @@ class Cache:
         no samples; CorruptError when manifest, index or calibration are damaged.
         """
         self.path = path
-        self.manifest = manifest.read(path)
-        if not self.manifest.complete and not allow_incomplete:
-            raise UsageError(f"{path}: extraction is not complete; rerun the same `dflash-extract run` to finish it")
-        self.index = index.load(path, self.manifest)
+        self.manifest, self.index = _load(path, allow_incomplete)
         if len(self.index) == 0 and not allow_incomplete:
             raise UsageError(f"{path}: the cache has no samples; extract a dataset with at least one usable row")
         for shard in self.manifest.shards:
-            if not (path / shard.name).is_file():
-                link = f" (a link to {(path / shard.name).readlink()})" if (path / shard.name).is_symlink() else ""
-                raise CorruptError(
-                    f"{path / shard.name}{link}: missing; rerun the same `dflash-extract run` to write it again"
-                )
+            _check_size(path / shard.name, shard.bytes)
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -227,3 +225,31 @@ class Cache:
 
 def _buffers(column: pa.Array) -> list[memoryview]:
     return [memoryview(value.as_buffer()) for value in column.values]
+
+
+def _load(path: Path, allow_incomplete: bool) -> tuple[Manifest, pa.Table]:
+    """Manifest and index. A writer replaces one after the other: while it is at work they are given time to agree."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        info = manifest.read(path)
+        if not info.complete and not allow_incomplete:
+            raise UsageError(f"{path}: extraction is not complete; rerun the same `dflash-extract run` to finish it")
+        try:
+            return info, index.load(path, info)
+        except CorruptError:
+            held = is_locked(path / LOCK)
+            if time.monotonic() > deadline or (not held and manifest.read(path) == info):
+                raise
+            time.sleep(0.02)
+
+
+def _check_size(path: Path, expected: int) -> None:
+    """Before training, not in its middle. Raises CorruptError."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        link = f" (a link to {path.readlink()})" if path.is_symlink() else ""
+        what = "missing" if isinstance(error, FileNotFoundError) else error.strerror
+        raise CorruptError(f"{path}{link}: {what}; rerun the same `dflash-extract run` to write it again") from None
+    if found != expected:
+        raise CorruptError(f"{path}: {found} bytes, expected {expected}; run `dflash-shards repair {path.parents[1]}`")

@@ -110,3 +110,15 @@ def take_lock(lock: TextIO, folder: Path) -> None:
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {platform.node()}")
     lock.flush()
+
+
+def is_locked(lock: Path) -> bool:
+    """True while another open file holds that lock."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or none of ours
+        return False
+    return False

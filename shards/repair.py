@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dflash_offline.shards import index, manifest
-from dflash_offline.shards.build import LOCK, SKIPPED, finish
+from dflash_offline.shards.build import SKIPPED, finish
+from dflash_offline.shards.cache import LOCK
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash, take_lock
 from dflash_offline.shards.layout import IDENTITY, read_sample, read_schema, read_trailer, salvaged
