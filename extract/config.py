@@ -94,7 +94,7 @@ class DataConfig:
     generation: Literal["greedy", "sampled", "unknown"] = "unknown"
     """How the responses were made by this target; decides what an offline acceptance length means."""
     workers: int = 0
-    """Processes that render and tokenise; 0: one a core for large datasets, none for small ones."""
+    """Processes that render and tokenise; 1: this one; 0: one a core for large datasets, this one for small."""
     rows_cache: Path | None = None
     """Where rendered rows are kept, so that a rerun need not render them again; unset: CACHE/plan/rows, for large
     datasets. May be deleted at any time."""

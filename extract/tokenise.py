@@ -9,8 +9,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,16 +61,18 @@ def render_chunks(
     if store is not None:
         store.mkdir(parents=True, exist_ok=True)
         salt = repr([_VERSION, MASK_RULE, _settings(renderer, data)]).encode()
+    pool: Executor
     if workers == 1:
-        yield from (Done(chunk, _rendered(renderer, data, store, salt, chunk)) for chunk in chunks)
-        return
-    # Spawned: a fork would copy the locks of threads that only this process has.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start, (renderer, data, store, salt))
+        # Two threads: one renders, under the interpreter lock, while the tokenizer works for the other without it.
+        pool, work = ThreadPoolExecutor(2), partial(_rendered, renderer, data, store, salt)
+    else:
+        # Spawned: a fork would copy the locks of threads that only this process has.
+        context = multiprocessing.get_context("spawn")
+        pool, work = ProcessPoolExecutor(workers, context, _start, (renderer, data, store, salt)), partial(_work)
     waiting: deque[tuple[Chunk, Future[pa.RecordBatch]]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work, chunk)))
+            waiting.append((chunk, pool.submit(work, chunk)))
             if len(waiting) > 3 * workers:
                 first, future = waiting.popleft()
                 yield Done(first, future.result())
