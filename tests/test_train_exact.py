@@ -18,6 +18,7 @@ from train_runs import FLAGS, VARIANTS, config_of, finish, hashes, metrics, sett
 
 from dflash_offline.train import checkpoint, evaluate, loop
 from dflash_offline.train.export import run_drafter
+from dflash_offline.train.job import prepare
 from dflash_offline.train.loop import train
 
 
@@ -133,6 +134,7 @@ def test_a_run_repeats_from_its_own_settings(cache: Path, finished: dict[str, Pa
 
 
 def test_empty_rows_change_nothing(cache: Path, tmp_path: Path) -> None:
+    """B70: rows without a label beside one that has some."""
     train(small(cache, tmp_path / "a"))
     train(small(cache, tmp_path / "b", rows_per_step=4))
     assert hashes(tmp_path / "a", 2)["model.safetensors"] == hashes(tmp_path / "b", 2)["model.safetensors"]
@@ -140,6 +142,7 @@ def test_empty_rows_change_nothing(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_without_supervision_changes_nothing(tmp_path: Path) -> None:
+    """B70: no loss is told, rather than one of 0."""
     ids, mask = np.arange(80, dtype=np.int32), np.array([0] * 60 + [1] * 20, np.uint8)
     made = make_cache(tmp_path / "cache", [(ids, mask)])
     config = small(made.path, tmp_path / "run", row_tokens=50)  # the cut leaves the prompt alone
@@ -165,3 +168,33 @@ def test_the_tensors_of_a_variant_move_as_its_settings_say(finished: dict[str, P
     assert {name.split(":")[0] for name in moments if name.endswith("momentum_buffer")} == matrices
     served = run_drafter(finished["everything"], 12)[0].state_dict()
     assert all(torch.equal(served[name], average[name]) for name in average)
+
+
+def test_the_schedule_counts_optimizer_steps(cache: Path, tmp_path: Path) -> None:
+    """B75: rows of an epoch do not fill its last step; the rate ends at its planned minimum."""
+    config = settings(cache, tmp_path, "--data.rows-per-step", "5", "--optim.epochs", "2", "--optim.max-steps", "1000",
+                      "--optim.min-lr-ratio", "0.1", "--optim.schedule", "cosine", "--save.every", "1000")  # fmt: skip
+    rows = prepare(config, 1).plan.epochs[0].rows
+    assert rows % 5 and train(config) == 0
+    steps = metrics(tmp_path)
+    assert [m["step"] for m in steps] == list(range(1, 2 * -(-rows // 5) + 1))
+    assert steps[-1]["lr"] == pytest.approx(0.1 * config.optim.lr) and steps[-1]["epoch"] < 2
+    assert sum(m["samples"] for m in steps) == 2 * len(prepare(config, 1).plan.epochs[0].members)
+
+
+def test_a_mean_is_over_slots_not_over_rows(tmp_path: Path) -> None:
+    """B76: two samples with 2 and 60 supervised tokens, in one row or in two of one step."""
+    samples = []
+    for length in (2, 60):
+        ids = np.arange(10 + length, dtype=np.int32)
+        samples.append((ids, (ids >= 10).astype(np.uint8)))
+    made = make_cache(tmp_path / "cache", samples).path
+    found = []
+    for name, tokens, rows in (("one", 100, 1), ("two", 75, 2)):
+        config = small(made, tmp_path / name, row_tokens=tokens, row_anchors=200, rows_per_step=rows)
+        assert train(config) == 0 and prepare(config, 1).plan.epochs[0].rows == rows
+        found.append(metrics(tmp_path / name))
+    for one, two in zip(*found, strict=True):
+        assert one["anchors"] == two["anchors"] == 60
+        for field in ("loss", "grad_norm", "divisor"):
+            assert two[field] == pytest.approx(one[field], rel=1e-5), field

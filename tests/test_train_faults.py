@@ -141,6 +141,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_while_training_says_so(cache: Path, run: Path, six: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B85."""
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     with largest_file(20_000), pytest.raises(RunError, match=r"model.safetensors: not written: "):
         train(config_of(run, cache))
@@ -154,6 +155,7 @@ def test_a_full_disk_while_training_says_so(cache: Path, run: Path, six: Path, m
 def test_a_torn_checkpoint_is_passed_over(
     damage: str, cache: Path, finished: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """B85, B74: also one that lost its moments, which would restart them at 0."""
     run = tmp_path / "run"
     shutil.copytree(finished["decay"], run)
     newest = run / "checkpoints" / "step-00000012"

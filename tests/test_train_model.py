@@ -103,6 +103,7 @@ def test_window_counts_the_query() -> None:
 
 
 def test_a_dummy_block_is_finite_and_changes_nothing() -> None:
+    """B71."""
     made, frozen = drafter(sliding_window=4), target()
     states, anchors = states_of(IDS), torch.tensor([8, 0, 0])
     token = torch.tensor([int(IDS[8]), 0, 0])
@@ -116,7 +117,7 @@ def test_a_dummy_block_is_finite_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_block_sees_states_before_its_anchor_and_nothing_else(window: int | None) -> None:
-    """Overlapping blocks in one row, two tokens apart: each is changed by states before its own anchor alone."""
+    """B72: overlapping blocks in one row, two tokens apart: each is changed by states before its own anchor alone."""
     made, frozen, states = drafter(sliding_window=window), target(), states_of(IDS)
     anchors = torch.tensor([7, 9, 11])
     blocks = Blocks(anchors, torch.zeros(3, dtype=torch.int64), 6)
@@ -139,6 +140,7 @@ def test_a_block_sees_states_before_its_anchor_and_nothing_else(window: int | No
 
 
 def test_tokens_after_the_anchor_are_no_input() -> None:
+    """B72."""
     made, frozen, states, anchor = drafter(), target(), states_of(IDS), 9
     later = IDS.copy()
     later[anchor + 1 :] = 0
@@ -146,6 +148,7 @@ def test_tokens_after_the_anchor_are_no_input() -> None:
 
 
 def test_blocks_do_not_see_each_other() -> None:
+    """B72."""
     made, frozen, states = drafter(), target(), states_of(IDS)
     blocks = Blocks(torch.tensor([6, 8, 9]), torch.zeros(3, dtype=torch.int64), 6)
     inputs = block_inputs(frozen.embedding_VD, torch.from_numpy(IDS[[6, 8, 9]]).long(), 6, made.spec.mask_token_id)
@@ -237,14 +240,23 @@ def test_layers_outside_the_cache_are_refused() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3, 30])
-def test_grouped_attention_equals_plain_softmax(window: int | None) -> None:
+@pytest.mark.parametrize("context", [127, 128, 129, 1025])
+def test_grouped_attention_equals_plain_softmax(context: int, window: int | None) -> None:
+    """B82, B71: on the CPU, with dummies, at lengths that are multiples of nothing; values and gradients."""
     rng = np.random.default_rng(0)
     starts = np.repeat([0, 40, 77, 0], [20, 9, 12, 6])  # the last six are dummies
     anchors = np.concatenate([starts[:41] + rng.integers(1, 30, 41), starts[41:]])
+    anchors[40] = context  # the last document goes to the end
     blocks = Blocks(torch.from_numpy(anchors), torch.from_numpy(starts), 5)
-    query, key, value = torch.randn(4, 235, 8), torch.randn(2, 120 + 235, 8), torch.randn(2, 120 + 235, 8)
-    mask = brute_visible(anchors.tolist(), starts.tolist(), 5, 120, window)
+    shapes = ((4, 235, 8), (2, context + 235, 8), (2, context + 235, 8))
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    mask = brute_visible(anchors.tolist(), starts.tolist(), 5, context, window)
     scores = (query @ key.repeat_interleave(2, 0).mT / 8**0.5).masked_fill(~mask, -torch.inf)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 0)
-    context, own = KeyValue(key[:, :120], value[:, :120]), KeyValue(key[:, 120:], value[:, 120:])
-    torch.testing.assert_close(View(blocks, window).attend(query, context, own), expected, rtol=1e-5, atol=1e-5)
+    before, own = (KeyValue(key[:, part], value[:, part]) for part in (slice(context), slice(context, None)))
+    found = View(blocks, window).attend(query, before, own)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    direction = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, (query, key, value), direction)
+    for got, gradient in zip(torch.autograd.grad(found, (query, key, value), direction), wanted, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-5)

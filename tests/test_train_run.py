@@ -1,7 +1,5 @@
 """Runs: they learn, stop when asked, and refuse in one line what does not fit."""
 
-import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +10,11 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 from train_reference import V, chats, make_cache, spec, target
-from train_runs import FLAGS, call, metrics, small, start, wait_for
+from train_runs import FLAGS, call, metrics, small
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.command import parse
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.train import checkpoint
 from dflash_offline.train.config import (
     DataConfig,
     EvalConfig,
@@ -61,21 +58,6 @@ def test_the_mask_token_in_training_text_is_counted(tmp_path: Path) -> None:
     config = small(made.path, tmp_path / "run")
     train(replace(config, model=replace(config.model, mask_token_id=40)))
     assert marked > 0 and sum(m["mask_token_samples"] for m in metrics(tmp_path / "run")) == 2 * marked
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_a_rerun_goes_on(ranks: int, cache: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = ["--cache", cache, "--run-dir", run, *FLAGS, "--optim.max-steps", "100000", "--optim.epochs", "100000"]
-    process = start(ranks, *flags)
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) > 3, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == (143 if ranks == 1 else 1), output  # torchrun has its own code
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["code"]) == ("stopped", 143), output
-    found, _ = checkpoint.newest(run / "checkpoints")
-    assert found is not None and found.step == metrics(run)[-1]["step"]
 
 
 def test_bad_input_is_refused_before_work(

@@ -79,7 +79,14 @@ def connect(device: str) -> Iterator[Ranks]:
     if device == "cuda":
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UsageError(
+            f"rank {os.environ.get('RANK')}: cannot meet the other ranks at {where}: {' '.join(str(error).split())}; "
+            "expected a free port: torchrun --standalone finds one"
+        ) from None
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)
     finally:
