@@ -39,6 +39,12 @@ COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
     "estimate": ("tokens -> bytes and hours by codec", config.Estimate, "estimate", "estimate"),
     "import": ("a cache from the states that another project stored", config.Import, "peers.importing", "run"),
     "export": ("every sample as a safetensors file of its own", config.Export, "peers.export", "run"),
+    "regenerate": (
+        "answers from the target through any OpenAI-compatible server",
+        config.Regenerate,
+        "regenerate",
+        "regenerate",
+    ),
     "bench": ("read, decode, copy and de-quantise against the machine's copy rate", config.Bench, "bench", "bench"),
 }
 

@@ -1,12 +1,12 @@
 """Settings of the `dflash-shards` commands. Imports nothing heavy, so that `--help` answers at once."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from dflash_offline.extract.config import EcsqConfig
+from dflash_offline.extract.config import DataConfig, EcsqConfig
 
 Place = Annotated[Path, tyro.conf.Positional]
 
@@ -285,6 +285,46 @@ class Export:
     def __post_init__(self) -> None:
         if self.limit < 0 or self.threads < 0:
             raise ValueError(f"limit is {self.limit}, threads {self.threads}; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regenerate:
+    """Whose prompts to answer, and how."""
+
+    out: Path
+    """JSONL of the answered chats. The same command continues what was interrupted."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The prompts; their answers are made anew. Also enable_thinking and other template arguments."""
+    server: str = "http://localhost:8000/v1"
+    """An OpenAI-compatible server that serves the target. OPENAI_API_KEY is sent when it is set."""
+    model: str = ""
+    """The served model; empty: the only one."""
+    temperature: float = 0.0
+    """0: greedy, as offline acceptance wants it. Recorded with each answer."""
+    top_p: float = 1.0
+    seed: int | None = None
+    """For sampling, where the server supports it."""
+    max_tokens: int = 4096
+    """Of an answer; a longer one is dropped."""
+    keep_truncated: bool = False
+    """Keep answers that were cut at max_tokens; the end token that the template adds is then not supervised."""
+    turns: Literal["last", "all"] = "last"
+    """The last prompt after the dataset's own history, or every prompt in turn after the target's own answers."""
+    concurrency: int = 64
+    """Requests at a time."""
+    timeout: float = 1800.0
+    """Seconds to wait for an answer."""
+    tries: int = 5
+    """Requests for an answer before it is left to a rerun."""
+    pause: float = 1.0
+    """Seconds before the second try; doubled each time."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "concurrency", "tries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.timeout <= 0 or self.pause < 0:
+            raise ValueError("temperature, top_p, timeout or pause is out of range")
 
 
 def codec_parameters(codec: str, delta: float | None) -> dict[str, float]:
