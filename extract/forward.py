@@ -35,19 +35,18 @@ class Capture:
         return hook
 
     @torch.inference_mode()
-    def __call__(self, samples: Sequence[Tensor]) -> list[Tensor]:
-        """Token ids [T] of several samples -> bf16 [T, L, D] of each, on the device."""
+    def __call__(self, samples: Sequence[Tensor]) -> Tensor:
+        """Token ids [T] of several samples -> bf16 [P, L, D], one after the other, on the device."""
         lengths = [len(ids) for ids in samples]
         try:
             if self._batching == "packed":
                 with kernels.boundaries(lengths, self._device):
                     self._forward(torch.cat(list(samples))[None], torch.cat([torch.arange(n) for n in lengths])[None])
-                rows = torch.split(self._stack()[0], lengths)
-                return list(rows)
+                return self._stack()[0]
             width = max(lengths)
             ids_BT = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids in samples])
             self._forward(ids_BT, torch.arange(width)[None].expand(len(samples), -1))
-            return [row[:n] for row, n in zip(self._stack(), lengths, strict=True)]
+            return torch.cat([row[:n] for row, n in zip(self._stack(), lengths, strict=True)])
         finally:
             self._kept.clear()
 

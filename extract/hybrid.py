@@ -41,7 +41,7 @@ class HybridCapture:
         """Takes the weights of `model`, which is of no use afterwards."""
         from dflash_offline.extract import hybrid_plain
 
-        self._device, self._order = device, {layer: i for i, layer in enumerate(layers)}
+        self._device, self._wanted = device, tuple(layers)
         self._ops: Any = hybrid_plain
         if device.type == "cuda":
             from dflash_offline.extract import hybrid_kernels
@@ -54,14 +54,16 @@ class HybridCapture:
         self._layers = [_take(net.layers[i]) for i in range(len(net.layers))]
 
     @torch.inference_mode()
-    def __call__(self, samples: Sequence[Tensor]) -> list[Tensor]:
-        """Token ids [T] of several samples -> bf16 [T, L, D] of each, on the device."""
+    def __call__(self, samples: Sequence[Tensor]) -> Tensor:
+        """Token ids [T] of several samples -> bf16 [P, L, D], one after the other, on the device."""
         lengths = [len(ids) for ids in samples]
         ids_P = torch.cat(list(samples)).to(self._device, torch.long, non_blocking=True)
         place_P = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(self._device, non_blocking=True)
         x_PD = F.embedding(ids_P, self._embed)
         cos, sin = self._rotary(x_PD[None], place_P.long().expand(3, 1, -1))
-        states_PLD = torch.empty(len(ids_P), len(self._order), x_PD.shape[1], dtype=torch.bfloat16, device=self._device)
+        states_PLD = torch.empty(
+            len(ids_P), len(self._wanted), x_PD.shape[1], dtype=torch.bfloat16, device=self._device
+        )
         eps: float = self.config.rms_norm_eps
         delta_PD: Tensor | None = None
         with kernels.boundaries(lengths, self._device):
@@ -78,11 +80,11 @@ class HybridCapture:
             assert delta_PD is not None  # there is at least one layer
             x_PD += delta_PD
             self._keep(states_PLD, len(self._layers) - 1, x_PD)
-        return list(torch.split(states_PLD, lengths))
+        return states_PLD
 
     def _keep(self, states_PLD: Tensor, layer: int, x_PD: Tensor) -> None:
-        if layer in self._order:
-            states_PLD[:, self._order[layer]] = x_PD
+        for place in (i for i, wanted in enumerate(self._wanted) if wanted == layer):
+            states_PLD[:, place] = x_PD
 
     def _attend(self, layer: Layer, proj_P: Tensor, _: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
         c, m = self.config, layer.mixer

@@ -11,11 +11,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.plan import Plan
@@ -47,6 +51,13 @@ class Report:
     usage: bool = False
     """The error is the user's to mend; every worker would fail alike."""
     kernels: str = ""
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    device: str
+    tasks: list[int]
+    """Given and not yet reported."""
 
 
 class Interrupted(Exception):
@@ -81,7 +92,7 @@ def run(
     queue = deque([CALIBRATE] if calibrate else numbers)
     attempts: dict[int, int] = {}
     failed: dict[int, str] = {}
-    workers: dict[Connection, tuple[BaseProcess, str, int | None]] = {}
+    workers: dict[Connection, _Worker] = {}
 
     def start(device: str) -> None:
         ours, theirs = context.Pipe()
@@ -91,11 +102,9 @@ def run(
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        workers[ours] = (process, device, None)
+        workers[ours] = _Worker(process, device, [])
 
-    def give_up(number: int | None, error: str) -> None:
-        if number is None:
-            raise RunError(f"a worker ended before its first task: {error}")
+    def give_up(number: int, error: str) -> None:
         attempts[number] = attempts.get(number, 0) + 1
         if attempts[number] < ATTEMPTS:
             queue.append(number)
@@ -108,24 +117,28 @@ def run(
         try:
             for device in devices[:1] if calibrate else devices[: max(1, len(numbers))]:
                 start(device)
-            while queue or any(number is not None for _, _, number in workers.values()):
+            while queue or any(worker.tasks for worker in workers.values()):
                 if signals.number:
                     raise Interrupted(signals.number)
                 _feed(workers, queue)
                 for connection in wait(list(workers), timeout=0.5):
                     assert isinstance(connection, Connection)
-                    process, device, number = workers[connection]
+                    worker = workers[connection]
                     try:
                         message: Report = connection.recv()
                     except (EOFError, ConnectionError):
-                        process.join()
+                        worker.process.join()
                         del workers[connection]
-                        give_up(number, f"worker on {device} ended with code {process.exitcode}")
-                        start(device)
+                        error = f"worker on {worker.device} ended with code {worker.process.exitcode}"
+                        if not worker.tasks:
+                            raise RunError(f"a worker ended before its first task: {error}") from None
+                        for number in worker.tasks:
+                            give_up(number, error)
+                        start(worker.device)
                         continue
                     if message.usage:
                         raise UsageError(message.error)
-                    workers[connection] = (process, device, None)
+                    worker.tasks.remove(message.number)
                     if message.error:
                         give_up(message.number, message.error)
                     else:
@@ -135,20 +148,21 @@ def run(
                             for other in devices[1 : max(1, len(numbers))]:
                                 start(other)
         finally:
-            _stop([(c, p) for c, (p, _, _) in workers.items()])
+            _stop([(connection, worker.process) for connection, worker in workers.items()])
     return failed
 
 
-def _feed(workers: dict[Connection, tuple[BaseProcess, str, int | None]], queue: deque[int]) -> None:
-    for connection, (process, device, number) in workers.items():
-        if number is None and queue:
+def _feed(workers: dict[Connection, _Worker], queue: deque[int]) -> None:
+    for connection, worker in workers.items():
+        # A GPU begins a task while the shard before it is written; on the CPU both need the same cores.
+        while queue and len(worker.tasks) < (2 if worker.device.startswith("cuda") and queue[0] != CALIBRATE else 1):
             number = queue.popleft()
             try:
                 connection.send(number)
             except (BrokenPipeError, ConnectionError):
                 queue.appendleft(number)  # it just died; the next wait sees that
-                continue
-            workers[connection] = (process, device, number)
+                break
+            worker.tasks.append(number)
 
 
 def _stop(workers: list[tuple[Connection, BaseProcess]]) -> None:
@@ -169,13 +183,20 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch
 
+    from dflash_offline.extract.runner import make_runner
     from dflash_offline.extract.target import open_target
-    from dflash_offline.extract.task import calibrate, make_runner, run_task
+    from dflash_offline.extract.task import calibrate, run_task
 
     # One thread a worker: how a matmul is split over threads changes its low bits, and the bytes of a shard must not
     # depend on how many workers share the cores.
     torch.set_num_threads(1)
     runner = None
+    sending = threading.Lock()
+
+    def send(report: Report) -> None:
+        with sending, suppress(BrokenPipeError, ConnectionError):  # the parent may be gone
+            connection.send(report)
+
     while True:
         try:
             number: int = connection.recv()
@@ -187,20 +208,25 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
                 runner = make_runner(job.config, target, job.layers, torch.device(device))
             if number == CALIBRATE:
                 calibrate(runner, job.cache, job.plan.tasks[0])
-                report = Report(number=number, kernels=runner.kernels)
+                send(Report(number=number, kernels=runner.kernels))
             else:
                 done = run_task(runner, job.cache, number, job.plan.tasks[number])
-                report = Report(number=number, done=done, kernels=runner.kernels)
-        except UsageError as error:
-            report = Report(number=number, error=str(error), usage=True)
-        except OSError as error:
-            report = Report(number=number, error=f"{error.filename or device}: {error.strerror or error}")
+                done.add_done_callback(partial(_tell, send, number, runner.kernels, device))
         except Exception as error:  # whatever it was, the parent must hear of it and may try again
-            report = Report(number=number, error=f"{type(error).__name__}: {error}")
-        try:
-            connection.send(report)
-        except (BrokenPipeError, ConnectionError):
-            return  # the parent is gone
+            send(_failure(number, error, device))
+
+
+def _tell(send: Callable[[Report], None], number: int, kernels: str, device: str, done: Future[Done]) -> None:
+    error = done.exception()
+    send(_failure(number, error, device) if error else Report(number=number, done=done.result(), kernels=kernels))
+
+
+def _failure(number: int, error: BaseException, device: str) -> Report:
+    if isinstance(error, UsageError):
+        return Report(number=number, error=str(error), usage=True)
+    if isinstance(error, OSError):
+        return Report(number=number, error=f"{error.filename or device}: {error.strerror or error}")
+    return Report(number=number, error=f"{type(error).__name__}: {error}")
 
 
 def _end_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ from dflash_offline.extract.forecast import dry_run
 from dflash_offline.extract.intake import make_plan
 from dflash_offline.extract.layers import choose_layers
 from dflash_offline.extract.render import MASK_RULE, Renderer, open_renderer
+from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.sources import with_files
 from dflash_offline.extract.target import (
     Target,
@@ -27,7 +28,7 @@ from dflash_offline.extract.target import (
     tokenizer_facts,
     write_target_folder,
 )
-from dflash_offline.extract.task import codec_info, compute_dtype, skips_path
+from dflash_offline.extract.task import codec_info, skips_path
 from dflash_offline.shards import calibration, codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, claim, finish, is_done
 from dflash_offline.shards.cache import TARGET_FOLDER

@@ -1,6 +1,7 @@
 """Captured states against the stock model, for every family, batching and checkpoint layout."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dflash_offline.shards.errors import UsageError
 LAYERS = (1, 3, 6)
 LENGTHS = (3, 67, 130, 1, 40)
 CPU = torch.device("cpu")
+Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def samples(seed: int = 0) -> list[torch.Tensor]:
@@ -26,12 +28,13 @@ def samples(seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, 300, (n,), generator=generator, dtype=torch.int32) for n in LENGTHS]
 
 
-def capture(folder: Path, batching: str = "packed", layers: tuple[int, ...] = LAYERS) -> Capture:
+def capture(folder: Path, batching: str = "packed", layers: tuple[int, ...] = LAYERS) -> Run:
     target = open_target(str(folder), None)
     kernels.install(target.model_type, CPU, allow_slow=False)
     attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
     model = load_decoder(target, max(layers), CPU, torch.float32, attention)
-    return Capture(model, layers, batching, CPU)
+    run = Capture(model, layers, batching, CPU)
+    return lambda ids: list(run(ids).split([len(i) for i in ids]))
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from targets import write_chats, write_target
 from dflash_offline.extract import kernels
 from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfig
 from dflash_offline.extract.forward import Capture
+from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.run import run as extract
 from dflash_offline.extract.target import load_decoder, open_target
 from dflash_offline.shards.cache import Cache
@@ -29,11 +31,14 @@ def samples() -> list[torch.Tensor]:
     return [torch.randint(3, 300, (n,), generator=generator, dtype=torch.int32) for n in (33, 67, 130, 5, 257)]
 
 
-def capture(folder: Path, device: str, dtype: torch.dtype, batching: str = "packed") -> Capture:
+def capture(folder: Path, device: str, dtype: torch.dtype, batching: str = "packed") -> Any:
     target, where = open_target(str(folder), None), torch.device(device)
     kernels.install(target.model_type, where, allow_slow=False)
     attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
-    return Capture(load_decoder(target, max(LAYERS), where, dtype, attention), LAYERS, batching, where)
+    model = load_decoder(target, max(LAYERS), where, dtype, attention)
+    hybrid = target.model_type.startswith("qwen3_5") and batching == "packed" and device == "cuda"
+    run: Any = HybridCapture(model, LAYERS, where) if hybrid else Capture(model, LAYERS, batching, where)
+    return lambda ids: list(run(ids).split([len(i) for i in ids]))
 
 
 def distances(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:

@@ -68,6 +68,10 @@ class Codec(ABC):
     def encode(self, states_TLD: Tensor) -> list[Tensor]:
         """Finite bf16 [T, L, D] -> uint8 planes."""
 
+    def cut(self, planes: Sequence[Tensor], layers: int, tokens: int, start: int, stop: int) -> list[Tensor]:
+        """The planes of tokens start..stop alone, from the planes of `tokens` tokens on the CPU."""
+        return [plane.view(layers, tokens, -1)[:, start:stop].reshape(-1) for plane in planes]
+
     @abstractmethod
     def decode(self, planes: Sequence[Tensor], tokens: int) -> Tensor:
         """uint8 planes -> bf16 [T, L * D]."""

@@ -132,6 +132,16 @@ class Ecsq(Codec):
             symbols_LTD = _pair(symbols_LTD)
         return [plane.reshape(-1).view(torch.uint8) for plane in (symbols_LTD, *others)]
 
+    def cut(self, planes: Sequence[Tensor], layers: int, tokens: int, start: int, stop: int) -> list[Tensor]:
+        """Symbols and scales of the tokens, and the escapes among them at their places in the shorter piece."""
+        index, values = planes[2].view(torch.int32).long(), planes[3].view(torch.bfloat16)
+        row, channel = index // (hidden := self.mean_LD.shape[1]), index % hidden
+        layer, token = row // tokens, row % tokens
+        own = (token >= start) & (token < stop)
+        index = ((layer * (stop - start) + token - start) * hidden + channel)[own].int()
+        dense = super().cut(planes[:2], layers, tokens, start, stop)
+        return [*dense, index.view(torch.uint8), values[own].view(torch.uint8)]
+
     def decode(self, planes: Sequence[Tensor], tokens: int) -> Tensor:
         """Symbols, scales, escape indices, escaped values -> bf16 [T, L * D]."""
         codec = self.to(planes[0].device)

@@ -1,0 +1,140 @@
+"""A loaded target and the states it gives: rows of samples in, sound states out.
+
+Legend: P tokens of a row, L layers, D hidden, N positions of the last hidden state.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_offline.extract import kernels
+from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.dataset import Skip
+from dflash_offline.extract.forward import Capture, batches
+from dflash_offline.extract.hybrid import HybridCapture
+from dflash_offline.extract.plan import Planned
+from dflash_offline.extract.target import Target, load_decoder
+from dflash_offline.shards.keys import last_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """A loaded target."""
+
+    config: ExtractConfig
+    layers: tuple[int, ...]
+    captured: tuple[int, ...]
+    """`layers`, and the target's last one when the last hidden state is stored."""
+    capture: Capture | HybridCapture
+    kernels: str
+    device: torch.device
+    writer: ThreadPoolExecutor
+    """One thread: shards are finished in order while the target runs on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Samples whose states are at hand, side by side on the device, and those that have none."""
+
+    samples: list[Planned]
+    states_PLD: Tensor
+    last_ND: Tensor | None
+    skipped: list[Skip]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample."""
+        return [len(s.input_ids) for s in self.samples]
+
+    @property
+    def counts(self) -> list[int]:
+        """Stored positions of the last hidden state of every sample."""
+        return [len(last_positions(s.loss_mask)) for s in self.samples]
+
+
+def make_runner(config: ExtractConfig, target: Target, layers: Sequence[int], device: torch.device) -> Runner:
+    """Load the target onto `device`; the slow part of a worker's start."""
+    used = kernels.install(target.model_type, device, config.allow_slow)
+    packed = config.batching == "packed"
+    captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
+    attention = kernels.PACKED_ATTENTION if packed else "sdpa"
+    model = load_decoder(target, max(captured), device, compute_dtype(config, device), attention)
+    hybrid = packed and target.model_type.startswith("qwen3_5")
+    return Runner(
+        config=config,
+        layers=tuple(layers),
+        captured=captured,
+        capture=HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device),
+        kernels=used,
+        device=device,
+        writer=ThreadPoolExecutor(1),
+    )
+
+
+def compute_dtype(config: ExtractConfig, device: torch.device) -> torch.dtype:
+    """The compute type of the target on `device`."""
+    if config.target.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, config.target.dtype)
+
+
+def rows(runner: Runner, samples: Sequence[Planned]) -> Iterator[Row]:
+    """The states of all samples in order, a row at a time."""
+    lengths = [len(s.input_ids) for s in samples]
+    for group in batches(lengths, runner.config.token_budget, runner.config.batching == "padded"):
+        for members, states_PLD in _states(runner, [samples[n] for n in group]):
+            if states_PLD is None:
+                (sample,) = members
+                detail = f"{len(sample.input_ids)} tokens do not fit into memory"
+                nothing = torch.empty(0, len(runner.layers), runner.capture.hidden_size)
+                yield Row(samples=[], states_PLD=nothing, last_ND=None, skipped=[_skip(sample, "oom", detail)])
+            else:
+                yield _sound(runner, members, states_PLD)
+
+
+def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Planned], Tensor | None]]:
+    """bf16 [P, L, D] of the samples; those that do not fit are halved, a sample that does not fit has None."""
+    try:
+        states_PLD: Tensor | None = runner.capture([torch.from_numpy(s.input_ids) for s in samples])
+    except torch.OutOfMemoryError:
+        states_PLD = None
+    if states_PLD is None and len(samples) > 1:
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(samples) // 2
+        yield from _states(runner, samples[:half])
+        yield from _states(runner, samples[half:])
+    else:
+        yield samples, states_PLD
+
+
+def _sound(runner: Runner, samples: list[Planned], states_PLD: Tensor) -> Row:
+    """The row without samples whose states are not finite: no codec may store them."""
+    # One pass without a copy; a GPU's answer is waited for here, which also bounds how far the CPU runs ahead.
+    finite_P = torch.isfinite(torch.linalg.vector_norm(states_PLD, torch.inf, dim=(1, 2))).cpu().numpy()
+    lengths = [len(s.input_ids) for s in samples]
+    skipped, kept = [], [bool(part.all()) for part in np.split(finite_P, np.cumsum(lengths)[:-1])]
+    if not all(kept):
+        pieces = torch.split(states_PLD, lengths)
+        for sample, piece_TLD, sound in zip(samples, pieces, kept, strict=True):
+            if not sound:
+                at, layer, _ = (~torch.isfinite(piece_TLD)).nonzero()[0].tolist()
+                skipped.append(_skip(sample, "nonfinite_hidden", f"layer {runner.captured[layer]}, token {at}"))
+        states_PLD = torch.cat([p for p, sound in zip(pieces, kept, strict=True) if sound] or [states_PLD[:0]])
+        samples = [s for s, sound in zip(samples, kept, strict=True) if sound]
+    last_ND = None
+    if runner.config.last_hidden:
+        starts = np.cumsum([0, *(len(s.input_ids) for s in samples)])
+        at_N = [start + last_positions(s.loss_mask) for s, start in zip(samples, starts, strict=False)]
+        at = torch.from_numpy(np.concatenate([*at_N, np.empty(0, np.int64)])).to(states_PLD.device)
+        last_ND, states_PLD = states_PLD[at, -1], states_PLD[:, :-1]
+    return Row(samples=samples, states_PLD=states_PLD, last_ND=last_ND, skipped=skipped)
+
+
+def _skip(sample: Planned, reason: str, detail: str) -> Skip:
+    who = sample.identity
+    return Skip(source=who.source, number=who.source_row, id=who.id, reason=reason, detail=detail)
