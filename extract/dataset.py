@@ -27,6 +27,7 @@ _USUAL = {
     "reasoning": ("reasoning_content", "thinking"),
     "system": ("system", "system_prompt"),
 }
+_SHAPES = (("messages",), ("prompt", "response"), ("text", "response_start"), ("input_ids", "loss_mask"))
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -69,8 +70,12 @@ class SkipRow(Exception):
 
 
 def field_names(fields: Fields) -> dict[str, tuple[str, ...]]:
-    """What each field may be called: as configured, or its usual names."""
-    return {name: (given,) if given else _USUAL.get(name, (name,)) for name, given in asdict(fields).items()}
+    """What each field may be called: as configured, or its usual names. A configured shape is the only one tried."""
+    given = asdict(fields)
+    chosen = [shape for shape in _SHAPES if any(given[name] for name in shape)]
+    other = {name for shape in _SHAPES if chosen and shape not in chosen for name in shape}
+    usual = {name: () if name in other else _USUAL.get(name, (name,)) for name in given}
+    return {name: (given[name],) if given[name] else usual[name] for name in given}
 
 
 def row_id(values: Any, names: Mapping[str, tuple[str, ...]]) -> str:

@@ -184,6 +184,8 @@ def make_plan(
     tokens_path = cache / plans.FOLDER / name
     with atomic_file(cache / SKIPPED) as skips:
         store = cache / plans.FOLDER / ROWS
+        for leftover in store.glob("*.tmp"):
+            leftover.unlink()
         intake = Intake(data=data, renderer=renderer, planned=known, skips=skips, store=store)
         try:
             tasks, tokens_hash = plans.write_tasks(tokens_path, intake.samples(), settings, task_tokens, by_length)

@@ -24,6 +24,8 @@ _ROWS, _BYTES = 256, 2 << 20
 _BLOCK = 1 << 20
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 _PACKED = (".gz", ".zst", ".bz2")
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""Files of a dataset folder that hold no rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +85,28 @@ def find_files(data: DataConfig) -> list[Path]:
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _described(folder / "dataset_dict.json").get("splits") or [""]
         if split not in splits and (split or len(splits) > 1):
             raise UsageError(f"{folder}: data.split is {split!r}; expected one of {', '.join(splits)}")
         folder, split = folder / (split or splits[0]), ""
-    if (folder / "state.json").is_file():  # as save_to_disk leaves it
-        return [folder / f["filename"] for f in json.loads((folder / "state.json").read_text())["_data_files"]]
+    if (folder / "state.json").is_file() and (saved := _described(folder / "state.json").get("_data_files")):
+        return [folder / file["filename"] for file in saved]  # as save_to_disk leaves it
     names = [s + p for s in _SUFFIXES for p in ("", *_PACKED)]
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name.endswith(tuple(names))]
+    files = [p for p in files if p.name not in _ABOUT]
     if split:
         files = [p for p in files if split in p.relative_to(folder).parts or _is_split(p.name, split)]
     if not files:
         what = f"no files of split {split!r}" if split else "a folder without data files"
         raise UsageError(f"{folder}: {what}; expected {', '.join(_SUFFIXES)}, also compressed")
     return files
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(f"{path}: {error}; expected a folder as datasets saves it") from None
 
 
 def _is_split(name: str, split: str) -> bool:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from qwen import VOCAB, Taken, renderer, take
+from qwen import VOCAB, Taken, renderer, spans, take
 from targets import tokenizer, write_rows
 
 from dflash_offline.extract.config import DataConfig, Fields
@@ -65,6 +65,13 @@ ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a
 def test_shapes_of_a_row(values: dict[str, Any], fields: dict[str, str]) -> None:
     found = row(values, **fields)
     assert found.messages == [ASK, SAY] and found.tools is None
+
+
+def test_a_configured_shape_wins() -> None:
+    values = {"input_ids": [1], "loss_mask": [1], "messages": [ASK, SAY], "prompt": "x", "response": "y"}
+    assert row(values).input_ids == [1] and row(values, messages="messages").messages == [ASK, SAY]
+    found = row(values, prompt="prompt").messages
+    assert found is not None and found[0]["content"] == "x"
 
 
 def test_what_else_a_row_may_hold() -> None:
@@ -212,8 +219,10 @@ def test_folders_globs_and_splits(tmp_path: Path) -> None:
         paths = find_files(DataConfig(files=tuple(map(Path, files)), split=split))
         return [str(p.relative_to(tmp_path)) for p in paths]
 
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{\n"splits": {}}')
+    (tmp_path / "data" / "state.json").write_text("{}")
     for name in ("data/train-00000.jsonl", "data/train-00001.jsonl", "data/test.jsonl", "data/note.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_rows(tmp_path / name, chat())
     assert found(tmp_path / "data", split="train") == ["data/train-00000.jsonl", "data/train-00001.jsonl"]
     assert found(tmp_path / "data" / "t*.jsonl") == found(tmp_path / "data") == found(tmp_path)
@@ -245,6 +254,15 @@ def test_b20_names_are_no_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
     with pytest.raises(UsageError, match="no such file"):
         find_files(DataConfig(files=(given / "other",)))
+
+
+def test_b06_rows_with_nothing_to_learn(tmp_path: Path) -> None:
+    """B06: an empty answer is no sample; an empty turn within a chat costs only that turn."""
+    empty = [{"messages": [ASK, {"role": "assistant", **more}]} for more in ({"content": ""}, {"content": None}, {})]
+    middle = {"messages": [ASK, {"role": "assistant", "content": ""}, *chat(1)["messages"]]}
+    taken = take(tmp_path, renderer(), write_rows(tmp_path / "d.jsonl", *empty, middle))
+    assert taken.lines == [4] and [s["reason"] for s in taken.skips] == ["no_trainable_anchor"] * 3
+    assert spans(renderer(), *taken.samples[0])[0] == "<|im_end|>"
 
 
 def test_b12_lone_surrogates(tmp_path: Path) -> None:

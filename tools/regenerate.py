@@ -163,7 +163,7 @@ def _questions(args: Regenerate, data: Any) -> Iterator[Question]:
     for chunk in read_chunks(data.files, data.limit, data.shuffle_seed):
         for number, values in zip(chunk.numbers, chunk.values(), strict=True):
             try:
-                if isinstance(values, dict) and not any(values.get(n) for n in names["response"]):
+                if isinstance(values, dict) and names["response"] and not any(values.get(n) for n in names["response"]):
                     values = {**values, names["response"][0]: ""}  # a prompt alone is all that is needed
                 row = read_row(values, names)
             except (SkipRow, RecursionError) as why:
