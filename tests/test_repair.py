@@ -246,6 +246,19 @@ def test_a_disk_that_is_not_mounted_costs_no_samples(cache: Path, tmp_path: Path
     assert mended(cache)[0].changes == 0 and verify(cache, threads=1).faults == []
 
 
+def test_shards_that_are_links_are_mended_too(cache: Path, tmp_path: Path) -> None:
+    body = tmp_path / "disk" / "00000001.arrow"
+    body.parent.mkdir()
+    (cache / SECOND).rename(body)
+    (cache / SECOND).symlink_to(body)
+    flip_sample(cache)
+    assert mended(cache)[0].lost == 1 and verify(cache, threads=1).faults == []
+    torn = (cache / SECOND).with_name("00000001.arrow.torn")
+    assert torn.resolve() == body and not (cache / SECOND).is_symlink()
+    mended(cache, delete=True)
+    assert not torn.is_symlink() and not body.exists() and verify(cache, threads=1).faults == []
+
+
 def test_manifest_and_index_both_lost_is_one_clear_error(cache: Path, tmp_path: Path) -> None:
     cut(cache / "manifest.json"), cut(cache / "index.parquet")
     with pytest.raises(RunError, match=r"manifest.json and index.parquet are both lost or damaged; .*rerun the same"):

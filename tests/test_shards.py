@@ -137,6 +137,8 @@ def test_a_flipped_bit_names_shard_frame_and_sample(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match=rf"00000000.arrow: row 1, sample {written[1].key}: frame 2: checksum"):
         cache.read(1)
     assert len(cache.read(0).input_ids) == 300
+    (fault,) = verify(tmp_path / "c", threads=1).faults
+    assert fault == f"{path}: row 1, sample {written[1].key}: frame 2: checksum differs"
 
 
 def test_missing_extra_and_swapped_shards_are_named(tmp_path: Path) -> None:
