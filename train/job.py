@@ -1,6 +1,7 @@
 """What a run will do, worked out and checked before anything is written or computed."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Job:
     validation: list[int]
     """Held-out samples that are measured while training."""
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What a run and its checkpoints belong to, besides the settings."""
         init = self.config.model.init
@@ -58,7 +59,7 @@ class Job:
 
     def describe(self) -> str:
         """One line on what will be trained on."""
-        rows, data = self.plan.epochs[0], self.config.data
+        rows, data = next(epoch for epoch in self.plan.epochs if epoch.rows), self.config.data
         tokens = self.cache.tokens[rows.members]
         full = np.minimum(tokens, data.row_tokens).sum() / (rows.rows * data.row_tokens)
         held = int((held_out(self.cache.prompt_keys, data.val_fraction) & self.cache.new).sum())
