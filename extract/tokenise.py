@@ -73,7 +73,7 @@ def render_chunks(
     try:
         for chunk in chunks:
             waiting.append((chunk, pool.submit(work, chunk)))
-            if len(waiting) > 3 * workers:
+            if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield Done(first, future.result())
         yield from (Done(chunk, future.result()) for chunk, future in waiting)

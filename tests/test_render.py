@@ -1,6 +1,7 @@
 """Masks on ids, with Qwen3.6's real vocabulary and template, Llama 3's template and plain ChatML."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qwen import VOCAB, llama, qwen, renderer, spans
+from targets import tokenizer as tiny
 
 from dflash_offline.extract.config import DataConfig, Fields
 from dflash_offline.extract.dataset import SkipRow, field_names, read_row
-from dflash_offline.extract.render import NOTES, Rendered, Renderer, make_renderer, render
+from dflash_offline.extract.render import NOTES, Rendered, Renderer, make_renderer, open_renderer, render
+from dflash_offline.shards.errors import UsageError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -263,3 +266,19 @@ def test_only_the_assistant_text_of_counted_turns_is_supervised(
         return
     assert "".join(spans(using, result.input_ids, result.loss_mask)) == "".join(expected(chat, enable, preserve, last))
     assert np.array_equal(result.input_ids, qwen()(qwen().decode(result.input_ids))["input_ids"])
+
+
+def test_a_template_from_a_file_with_arguments_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(CHATML.replace("{{ m.content }}", "{{ mood }} {{ m.content }}"))
+    tiny().save_pretrained(tmp_path)
+    data = DataConfig(template=tmp_path / "own.jinja", template_args='{"mood": "blue"}', preserve_thinking=True)
+    assert data.arguments() == {"mood": "blue", "preserve_thinking": True}
+    using = open_renderer(tmp_path, 320, data)
+    assert supervised(using, ASK, answer("stone")) == ["blue stone<|im_end|>"]
+    with pytest.raises(UsageError, match=r"data.template .*none.jinja.*No such file"):
+        open_renderer(tmp_path, 320, DataConfig(template=tmp_path / "none.jinja"))
+    with pytest.raises(UsageError, match="not its tokenizer"):
+        open_renderer(tmp_path, 100, DataConfig())
+    for bad in ("{", "[1]"):
+        with pytest.raises(ValueError, match="template_args"):
+            DataConfig(template_args=bad)
