@@ -1,20 +1,16 @@
 """Mending a damaged cache without the target: what is sound is kept, what is lost is named and counted.
 
-Nothing is guessed. A sample is kept when its message has the hash that its shard's trailer, or else index.parquet,
-vouches for; a shard of samples kept carries `layout.salvaged` of its task, so that extraction runs that task again.
-
 Shards come first, each under its name at once, then skipped.jsonl, index.parquet and manifest.json: a repair that was
 killed is finished by the next one.
 """
 
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,12 +21,12 @@ from dflash_offline.shards.build import SKIPPED, finish
 from dflash_offline.shards.cache import LOCK
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash, take_lock
-from dflash_offline.shards.layout import IDENTITY, read_sample, read_schema, read_trailer, salvaged
+from dflash_offline.shards.layout import read_trailer, salvaged
 from dflash_offline.shards.manifest import Manifest, ShardInfo
-from dflash_offline.shards.verify import check_shard, check_side_files, read_message, strangers
-from dflash_offline.shards.writer import Identity, ShardWriter
+from dflash_offline.shards.salvage import TORN, absent, free_name, salvage
+from dflash_offline.shards.verify import check_shard, check_side_files, strangers
 
-TORN, FOREIGN = ".torn", ".foreign"
+FOREIGN = ".foreign"
 AGAIN = "rerun the same `dflash-extract run`"
 
 
@@ -175,7 +171,7 @@ def _mend(job: _Job, info: Manifest, table: pa.Table | None, found: dict[str, Sh
             continue
         known = None if table is None else table.filter(pc.equal(table.column("shard"), shard.name))
         if not faults and is_there is not None:
-            lost += _absent(shard, is_there, job.folder, known)
+            lost += absent(shard, is_there, job.folder, known)
         elif path.is_symlink() and not path.exists():
             job.left.append(
                 f"{path}: a link to {path.readlink()}, which is not there; mount that disk, or mend the link"
@@ -184,7 +180,9 @@ def _mend(job: _Job, info: Manifest, table: pa.Table | None, found: dict[str, Sh
             job.left.append(f"{faults[0]}; make it readable")
         else:
             job.say(f"FAULT {faults[0]}" + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
-            lost += _salvage(job, info, shard, known)
+            kept, gone = salvage(path, info, shard, known, job.dry_run)
+            job.note(f"{path}: {kept} samples kept, {len(gone)} lost")
+            lost += gone
     if not job.left:  # else index and manifest still describe what may come back
         moved = [s.name for s in info.shards] != [s and s.name for s in at]
         _publish(job, info, table, lost, compare=not (moved and job.dry_run))
@@ -208,19 +206,13 @@ def _place(job: _Job, info: Manifest, found: dict[str, ShardInfo | None]) -> Non
     wanted = {Path(s.name).name: salvaged(s.task) for s in info.shards}
     for name in [*wanted, *(path.name for path in strangers(job.folder, info))]:
         if name in found and (found[name] is not None or name not in wanted) and task(name) != wanted.get(name, ""):
-            move(name, _free(found, name, FOREIGN), "not a shard of this name")
+            move(name, free_name(found, name, FOREIGN), "not a shard of this name")
     for name, hash_ in wanted.items():
         source = next((other for other in found if task(other) == hash_ and other not in wanted), None)
         if source is not None and task(name) is None:
             if name in found:
-                move(name, _free(found, name, TORN), "torn")
+                move(name, free_name(found, name, TORN), "torn")
             move(source, name, f"is {name}")
-
-
-def _free(found: Mapping[str, object], name: str, ending: str) -> str:
-    """A name for what is set aside; never one in use."""
-    names = (f"{name}{f'.{n}' if n else ''}{ending}" for n in itertools.count())
-    return next(candidate for candidate in names if candidate not in found)
 
 
 def _faults(job: _Job, info: Manifest, shard: ShardInfo, found: Mapping[str, ShardInfo | None]) -> Sequence[str]:
@@ -237,115 +229,6 @@ def _is_readable(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """Where the message of an index row may lie."""
-
-    row: dict[str, Any]
-    file: BinaryIO
-    shift: int
-
-
-def _salvage(job: _Job, info: Manifest, shard: ShardInfo, known: pa.Table | None) -> list[dict[str, Any]]:
-    """Write what is sound of a damaged shard in its place; returns a line for every sample that is lost.
-
-    What was set aside of it earlier is searched too: a repair may have been killed just then.
-    """
-    path = job.folder / shard.name
-    listed = [] if known is None else known.to_pylist()
-    sources = [p for p in (path, *sorted(path.parent.glob(f"{path.name}*{TORN}"))) if p.exists()]
-    claims: dict[str, list[_Claim]] = {row["key"]: [] for row in listed}
-    with ExitStack() as stack:
-        for source in sources:
-            file = stack.enter_context(source.open("rb", buffering=0))
-            rows = _vouched(file, info, shard, source)
-            listed = listed if known is not None or rows is None else [*listed, *rows]
-            for row in listed if rows is None else rows:
-                # Bytes inserted or cut out in front of a message move it.
-                for shift in dict.fromkeys((0, source.stat().st_size - shard.bytes)):
-                    claims.setdefault(row["key"], []).append(_Claim(row=row, file=file, shift=shift))
-        sound = _sound(claims.values(), info.last_hidden)
-        kept = {row["key"] for row, _ in sound} if job.dry_run else _rewrite(path, info, salvaged(shard.task), sound)
-    missing = {row["key"]: row for row in listed if row["key"] not in kept}
-    unnamed = shard.rows - len(missing) - len(kept) if known is None else 0
-    lost = [*(_line(shard, row) for row in missing.values()), *(_unnamed(shard, n) for n in range(unnamed))]
-    job.note(f"{path}: {len(kept)} samples kept, {len(lost)} lost")
-    return lost
-
-
-def _vouched(file: BinaryIO, info: Manifest, shard: ShardInfo, path: Path) -> list[dict[str, Any]] | None:
-    """The rows of the shard's own trailer; None where it is not sound; none where another cache made the shard."""
-    try:
-        trailer = read_trailer(file, str(path))
-        if salvaged(trailer.task) != salvaged(shard.task):
-            return []
-        if read_schema(file, trailer, str(path)).metadata != _metadata(info):
-            return []
-    except CorruptError:
-        return None
-    return trailer.index.to_pylist()
-
-
-def _metadata(info: Manifest) -> dict[bytes, bytes]:
-    return {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
-
-
-def _sound(claims: Iterable[list[_Claim]], last_hidden: bool) -> Iterator[tuple[dict[str, Any], memoryview]]:
-    """The row and the message of every sample that one of its claims is true of; the message until the next."""
-    for each in claims:
-        for claim in each:
-            try:
-                data, faults = read_message(claim.file, claim.row, last_hidden, claim.shift, frames=True)
-            except OSError:  # a bad block of the disk, or a place before the file
-                continue
-            if not faults:
-                yield claim.row, data
-                break
-
-
-def _rewrite(path: Path, info: Manifest, task: str, sound: Iterable[tuple[dict[str, Any], memoryview]]) -> set[str]:
-    """The salvaged shard at `path`; the damaged one is set aside just before. Returns the keys in it."""
-    kept = set()
-    metadata = manifest.shard_metadata(info.codec, info.layer_ids)
-    with ShardWriter(path, task=task, metadata=metadata, last_hidden=info.last_hidden) as writer:
-        for row, data in sound:
-            batch = read_sample(data, info.last_hidden)
-            ids, mask = (batch.column(name).values.to_numpy() for name in ("input_ids", "loss_mask"))
-            names = ("frames", "last_frames")[: 1 + info.last_hidden]
-            frames = [[frame.as_py() for frame in batch.column(name).values] for name in names]
-            writer.append(Identity(**{f.name: row[f.name] for f in IDENTITY}), ids, mask, *frames)
-            kept.add(row["key"])
-        if path.exists():
-            beside = dict.fromkeys(p.name for p in path.parent.iterdir())
-            path.replace(path.with_name(_free(beside, path.name, TORN)))
-    return kept
-
-
-def _absent(shard: ShardInfo, at: ShardInfo, folder: Path, known: pa.Table | None) -> list[dict[str, Any]]:
-    """What a sound shard no longer holds of its rows in the index: a repair that was killed dropped it."""
-    if known is None:
-        return [_unnamed(shard, n) for n in range(shard.rows - at.rows)]
-    with (folder / at.name).open("rb") as file:
-        keys = set(read_trailer(file, at.name).index.column("key").to_pylist())
-    return [_line(shard, row) for row in known.to_pylist() if row["key"] not in keys]
-
-
-def _line(shard: ShardInfo, row: dict[str, Any]) -> dict[str, Any]:
-    detail = f"{shard.name} row {row['row']}, key {row['key']}"
-    return {
-        "file": row["source"],
-        "line": row["source_row"] + 1,
-        "id": row["id"],
-        "reason": "damaged",
-        "detail": detail,
-    }
-
-
-def _unnamed(shard: ShardInfo, number: int) -> dict[str, Any]:
-    detail = f"{shard.name}: sample {number + 1} of those that neither trailer nor index names any more"
-    return {"file": "", "line": 0, "id": "", "reason": "damaged", "detail": detail}
 
 
 def _publish(job: _Job, info: Manifest, table: pa.Table | None, lost: list[dict[str, Any]], compare: bool) -> None:

@@ -33,7 +33,7 @@ from dflash_offline.shards.repair import repair
 from dflash_offline.shards.sample import Sample
 from dflash_offline.shards.verify import verify
 
-ROUNDS = 40
+ROUNDS = 30
 
 
 def parts(sample: Sample) -> list[torch.Tensor]:
@@ -268,7 +268,7 @@ def forgeries(forge: Forge) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "compressed sample", lambda: forge.write([plain[0], message, *plain[2:]])
     good = stream(forge.trailer.index)
     rng = random.Random(3)
-    for number in range(60):
+    for number in range(40):
         mutated = bytearray(good if number % 2 else first)
         for _ in range(rng.randrange(1, 4)):
             word = rng.randrange(min(len(mutated), 1500)) & ~3

@@ -84,6 +84,9 @@ def test_a_sound_cache_is_not_touched(cache: Path) -> None:
         lambda c: (c / FIRST).rename(c / "shards" / "x.arrow"),
         lambda c: shutil.copy(c / FIRST, c / "shards" / "00000009.arrow.1.tmp"),
         lambda c: ((c / "index.parquet.7.tmp").touch(), (c / "manifest.json").unlink(), swap(c)),
+        lambda c: (c / SECOND).write_bytes((c / SECOND).read_bytes()[:-3]),
+        lambda c: flip(c / SECOND, 0.001),  # in the schema message
+        lambda c: (flip(c / SECOND, 0.99), (c / "manifest.json").unlink()),  # in the trailer
         lambda c: ((c / FIRST).rename(c / "shards" / "copy"), (c / FIRST).touch(), (c / "index.parquet").unlink()),
     ],
 )
