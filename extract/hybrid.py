@@ -1,7 +1,7 @@
 """The dense Qwen3.5 and 3.6 hybrids, one packed row at a time, without what is not needed between matrix products.
 
 The mathematics is transformers' own, with its roundings: projections that read the same input are one
-product, the residual is added where it is normalised, the convolution also cuts and normalises the heads, heads are
+product, the residual is added by the product before it, the convolution also cuts and normalises the heads, heads are
 grouped natively, and nothing is copied for its layout. The stock modules give up their weights layer by layer.
 
 Legend: P tokens of the row, L captured layers, D hidden; see hybrid_plain.py for the rest.
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_offline.extract import kernels
+
+LENGTH_STEP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,37 +67,42 @@ class HybridCapture:
             len(ids_P), len(self._wanted), x_PD.shape[1], dtype=torch.bfloat16, device=self._device
         )
         eps: float = self.config.rms_norm_eps
-        delta_PD: Tensor | None = None
         with kernels.boundaries(lengths, self._device):
             for i, layer in enumerate(self._layers):
-                normed_PD = self._ops.add_norm(x_PD, delta_PD, layer.before, eps)
-                # What was just added is the end of the layer before.
-                self._keep(states_PLD, i - 1, x_PD)
-                proj_P = F.linear(normed_PD, layer.project)
-                mix = self._attend if layer.attention else self._recur
-                mixed = mix(layer, proj_P, place_P, cos[0], sin[0])
-                delta_PD = F.linear(mixed, layer.out)
-                normed_PD = self._ops.add_norm(x_PD, delta_PD, layer.after, eps)
-                delta_PD = F.linear(self._ops.swiglu(F.linear(normed_PD, layer.gate_up)), layer.down)
-            assert delta_PD is not None  # there is at least one layer
-            x_PD += delta_PD
-            self._keep(states_PLD, len(self._layers) - 1, x_PD)
+                proj_P = F.linear(self._ops.norm(x_PD, layer.before, eps), layer.project)
+                if layer.attention:
+                    mixed_PC = self._attend(layer, proj_P, lengths, cos[0], sin[0])
+                else:
+                    mixed_PC = self._recur(layer, proj_P, place_P)
+                x_PD.addmm_(mixed_PC, layer.out.t())
+                gate_up = F.linear(self._ops.norm(x_PD, layer.after, eps), layer.gate_up)
+                x_PD.addmm_(self._ops.swiglu(gate_up), layer.down.t())
+                for place in (n for n, wanted in enumerate(self._wanted) if wanted == i):
+                    states_PLD[:, place] = x_PD
         return states_PLD
 
-    def _keep(self, states_PLD: Tensor, layer: int, x_PD: Tensor) -> None:
-        for place in (i for i, wanted in enumerate(self._wanted) if wanted == layer):
-            states_PLD[:, place] = x_PD
-
-    def _attend(self, layer: Layer, proj_P: Tensor, _: Tensor, cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
+    def _attend(self, layer: Layer, proj_P: Tensor, lengths: Sequence[int], cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
+        """Causal attention of each sample, gated. [P, H * d]"""
         c, m = self.config, layer.mixer
         heads, kv_heads, d = c.num_attention_heads, c.num_key_value_heads, len(m["q_norm"])
-        q, k = self._ops.rope_heads(proj_P, m["q_norm"], m["k_norm"], cos_PR, sin_PR, heads, kv_heads, c.rms_norm_eps)
-        v = proj_P[:, 2 * heads * d + kv_heads * d :].view(len(proj_P), kv_heads, d)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        attended = kernels.packed_attention(None, q, k, v, None, scaling=d**-0.5)[0]
-        return self._ops.gate_heads(attended[0], proj_P)
+        # cuDNN plans every length anew: a sample is lent tokens behind it up to a multiple, which none of it sees.
+        q, k = self._ops.rope_heads(
+            proj_P, m["q_norm"], m["k_norm"], cos_PR, sin_PR, heads, kv_heads, c.rms_norm_eps, LENGTH_STEP
+        )
+        v = F.pad(proj_P[:, 2 * heads * d + kv_heads * d :].view(-1, kv_heads, d), (0, 0, 0, 0, 0, LENGTH_STEP))
+        out_PC = proj_P.new_empty(len(proj_P), heads * d)
+        start = 0
+        for n in lengths:
+            lent = slice(start, start + -(-n // LENGTH_STEP) * LENGTH_STEP)
+            out = F.scaled_dot_product_attention(
+                *(x[lent].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=d**-0.5, enable_gqa=True
+            )
+            own = slice(start, start + n)
+            self._ops.gate_heads(out[0].transpose(0, 1)[:n], proj_P[own], out_PC[own])
+            start += n
+        return out_PC
 
-    def _recur(self, layer: Layer, proj_P: Tensor, place_P: Tensor, *_: Tensor) -> Tensor:
+    def _recur(self, layer: Layer, proj_P: Tensor, place_P: Tensor) -> Tensor:
         c, m = self.config, layer.mixer
         keys, values = c.linear_num_key_heads, c.linear_num_value_heads
         widths = [m["conv"].shape[0], values * c.linear_value_head_dim, values, values]

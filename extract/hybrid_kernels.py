@@ -23,21 +23,13 @@ def _rounded(x, like):
 
 
 @triton.jit
-def _add_norm(
-    x, delta, weight, out, eps, WIDTH: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, ADD: tl.constexpr
-):
+def _norm(x, weight, out, eps, WIDTH: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * D
     kept = ()
     squares = tl.zeros([WIDTH], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         at = chunk * WIDTH + tl.arange(0, WIDTH)
-        value = tl.load(x + row + at, at < D, other=0.0)
-        if ADD:
-            # The residual stream is kept as stored: the norm sees it rounded.
-            total = value.to(tl.float32) + tl.load(delta + row + at, at < D, other=0.0).to(tl.float32)
-            value = total.to(x.dtype.element_ty)
-            tl.store(x + row + at, value, at < D)
-        value = value.to(tl.float32)
+        value = tl.load(x + row + at, at < D, other=0.0).to(tl.float32)
         squares += value * value
         kept = kept + (value,)  # noqa: RUF005
     scale = tl.rsqrt(tl.sum(squares, 0) / D + eps)
@@ -163,15 +155,11 @@ def _gate_heads(x, proj, out, tokens, stride, H: tl.constexpr, d: tl.constexpr, 
     tl.store(out + token[:, None] * (H * d) + head * d + at, value.to(out.dtype.element_ty), there)
 
 
-def add_norm(x_PD: Tensor, delta_PD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """As hybrid_plain.add_norm."""
+def norm(x_PD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """As hybrid_plain.norm."""
     tokens, hidden = x_PD.shape
     out_PD = torch.empty_like(x_PD)
-    delta = x_PD if delta_PD is None else delta_PD
-    _add_norm[(tokens,)](
-        x_PD, delta, weight_D, out_PD, eps,
-        WIDTH=WIDTH, D=hidden, CHUNKS=triton.cdiv(hidden, WIDTH), ADD=delta_PD is not None,
-    )  # fmt: skip
+    _norm[(tokens,)](x_PD, weight_D, out_PD, eps, WIDTH=WIDTH, D=hidden, CHUNKS=triton.cdiv(hidden, WIDTH))
     return out_PD
 
 
@@ -221,11 +209,12 @@ def gated_norm(out_PVd: Tensor, z_PC: Tensor, weight_d: Tensor, eps: float) -> T
 
 def rope_heads(
     proj_P: Tensor, q_weight_d: Tensor, k_weight_d: Tensor, cos_PR: Tensor, sin_PR: Tensor, heads: int, kv_heads: int,
-    eps: float,
+    eps: float, spare: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As hybrid_plain.rope_heads."""
     tokens, d = len(proj_P), len(q_weight_d)
-    q, k = (proj_P.new_empty(tokens, n, d) for n in (heads, kv_heads))
+    q, k = (proj_P.new_empty(tokens + spare, n, d) for n in (heads, kv_heads))
+    q[tokens:], k[tokens:] = 0, 0
     _rope_heads[triton.cdiv(tokens, ROWS), heads + kv_heads](
         proj_P, q_weight_d, k_weight_d, cos_PR, sin_PR, q, k, tokens, proj_P.stride(0), eps,
         H=heads, G=kv_heads, d=d, R=cos_PR.shape[1], ROWS=ROWS,
@@ -233,11 +222,9 @@ def rope_heads(
     return q, k
 
 
-def gate_heads(out_PHd: Tensor, proj_P: Tensor) -> Tensor:
+def gate_heads(out_PHd: Tensor, proj_P: Tensor, into_PC: Tensor) -> None:
     """As hybrid_plain.gate_heads."""
     tokens, heads, d = out_PHd.shape
-    y_PC = out_PHd.new_empty(tokens, heads * d)
     _gate_heads[triton.cdiv(tokens, ROWS), heads](
-        out_PHd, proj_P, y_PC, tokens, proj_P.stride(0), H=heads, d=d, ROWS=ROWS
+        out_PHd.contiguous(), proj_P, into_PC, tokens, proj_P.stride(0), H=heads, d=d, ROWS=ROWS
     )
-    return y_PC

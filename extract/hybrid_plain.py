@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def add_norm(x_PD: Tensor, delta_PD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """x += delta; returns its RMS norm times 1 + weight."""
-    if delta_PD is not None:
-        x_PD += delta_PD
+def norm(x_PD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMS norm of x times 1 + weight."""
     return (_rms(x_PD.float(), eps) * (1 + weight_D.float())).to(x_PD.dtype)
 
 
@@ -58,26 +56,28 @@ def gated_norm(out_PVd: Tensor, z_PC: Tensor, weight_d: Tensor, eps: float) -> T
 
 def rope_heads(
     proj_P: Tensor, q_weight_d: Tensor, k_weight_d: Tensor, cos_PR: Tensor, sin_PR: Tensor, heads: int, kv_heads: int,
-    eps: float,
+    eps: float, spare: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMS norm of every query and key head, and rotation of its first R channels.
 
-    proj holds a query and a gate for each of the H heads in turn, then the keys. Returns q [P, H, d] and k [P, G, d].
+    proj holds a query and a gate for each of the H heads in turn, then the keys. Returns q [P + spare, H, d] and k
+    [P + spare, G, d]; what is spare is zero.
     """
     tokens, d = len(proj_P), len(q_weight_d)
     q = proj_P[:, : 2 * heads * d].view(tokens, heads, 2 * d)[..., :d]
     k = proj_P[:, 2 * heads * d :][:, : kv_heads * d].view(tokens, kv_heads, d)
-    return tuple(  # type: ignore[return-value]
+    q, k = (
         _rotate((_rms(x.float(), eps) * (1 + w.float())).to(proj_P.dtype), cos_PR, sin_PR)
         for x, w in ((q, q_weight_d), (k, k_weight_d))
     )
+    return F.pad(q, (0, 0, 0, 0, 0, spare)), F.pad(k, (0, 0, 0, 0, 0, spare))
 
 
-def gate_heads(out_PHd: Tensor, proj_P: Tensor) -> Tensor:
-    """Attention's output times the sigmoid of its gates in proj. [P, H * d]"""
+def gate_heads(out_PHd: Tensor, proj_P: Tensor, into_PC: Tensor) -> None:
+    """Attention's output times the sigmoid of its gates in proj, written to [P, H * d]."""
     tokens, heads, d = out_PHd.shape
     gate_PHd = proj_P[:, : 2 * heads * d].view(tokens, heads, 2 * d)[..., d:]
-    return (out_PHd * gate_PHd.sigmoid()).flatten(1)
+    into_PC.copy_((out_PHd * gate_PHd.sigmoid()).flatten(1))
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

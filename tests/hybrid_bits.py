@@ -26,12 +26,7 @@ def both(name: str, *args: object) -> None:
 
 
 P, D = 37, 1100
-for delta in (None, draw(P, D, seed=1)):
-    x, y = draw(P, D), draw(P, D)
-    same(
-        hybrid_kernels.add_norm(x, delta, draw(D, seed=2), 1e-6), hybrid_plain.add_norm(y, delta, draw(D, seed=2), 1e-6)
-    )
-    same(x, y)
+both("norm", draw(P, D), draw(D, seed=2), 1e-6)
 both("swiglu", draw(P, 2 * 2500))
 G, V, DK, DV = 2, 6, 16, 32
 wide = draw(P, 2 * G * DK + V * DV + V * DV + 2 * V)
@@ -44,5 +39,8 @@ both("gated_norm", draw(P, V, DV, seed=6), z, draw(DV, seed=7), 1e-6)
 H, d, R = 6, 32, 8
 proj = draw(P, 2 * H * d + 2 * G * d)
 cos, sin = draw(P, R, seed=8), draw(P, R, seed=9)
-both("rope_heads", proj, draw(d, seed=10), draw(d, seed=11), cos, sin, H, G, 1e-6)
-both("gate_heads", draw(P, H, d, seed=12), proj)
+both("rope_heads", proj, draw(d, seed=10), draw(d, seed=11), cos, sin, H, G, 1e-6, 5)
+out, wanted = draw(P, H * d), draw(P, H * d)
+hybrid_kernels.gate_heads(draw(P, H, d, seed=12), proj, out)
+hybrid_plain.gate_heads(draw(P, H, d, seed=12), proj, wanted)
+same(out, wanted)

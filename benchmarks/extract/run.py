@@ -1,0 +1,234 @@
+"""Extraction at the real shapes of Qwen3.6-27B, random weights: stock transformers, ours, and ours to durable shards.
+
+    python benchmarks/extract/run.py --out FILE.json [--devices 0,1] [--work FOLDER]
+
+Everything is of one process (a process a GPU with several), beside the matrix rate measured before and after.
+"""
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import shapes
+import torch
+
+from dflash_offline.extract import kernels, plan
+from dflash_offline.extract.config import EcsqConfig, ExtractConfig
+from dflash_offline.extract.forward import batches
+from dflash_offline.extract.hybrid import HybridCapture
+from dflash_offline.extract.runner import Runner, rows
+from dflash_offline.extract.task import calibrate, run_task
+from dflash_offline.shards.index import shard_name
+from dflash_offline.shards.keys import sample_key
+
+GFLOP_PER_TOKEN = 47.19
+"""Of matrix products, layers 0 to 61."""
+BUDGET = 32768
+SHARD_TOKENS = 60_000
+SHARDS = 3
+"""Of one turn."""
+
+
+def gemm_rate(seconds: float) -> float:
+    """TFLOP/s of 8192^3 bf16 products of normal numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a @ b
+    torch.cuda.synchronize()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(10):
+            a @ b
+        torch.cuda.synchronize()
+        count += 10
+    return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
+
+
+def timed(work: Any) -> float:
+    """Seconds of `work()` on the device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+@torch.inference_mode()
+def stock_rate(model: Any) -> dict[str, float]:
+    """Tokens/s of transformers' own forward, 4 x 4096 real tokens, no mask, warm, nothing written."""
+    ids = torch.randint(0, 248000, (4, 4096), device="cuda")
+    first = timed(lambda: model(input_ids=ids, use_cache=False))
+    seconds = [timed(lambda: [model(input_ids=ids, use_cache=False) for _ in range(2)]) for _ in range(3)]
+    return {"first call s": first, "tokens/s": 2 * ids.numel() / median(seconds)}
+
+
+@torch.inference_mode()
+def padded_rate(model: Any, lengths: list[int]) -> float:
+    """Real tokens/s when 32 samples are padded to the longest of them."""
+    ids = torch.randint(0, 248000, (8, max(lengths)), device="cuda")  # a quarter of the batch at a time: memory
+    seconds = timed(lambda: model(input_ids=ids, use_cache=False)) * 4
+    return sum(lengths) / seconds
+
+
+def write_plan(folder: Path, tasks: int) -> list[plan.Task]:
+    """Random samples of the dataset's lengths, in tasks of about SHARD_TOKENS."""
+    (folder / plan.FOLDER).mkdir(parents=True)
+    (folder / "shards").mkdir()
+    rng, columns = np.random.default_rng(0), {name: list[Any]() for name in plan.SCHEMA.names}
+    for i, n in enumerate(shapes.lengths(4096)):
+        if sum(map(len, columns["input_ids"])) > tasks * SHARD_TOKENS:
+            break
+        ids, mask = rng.integers(0, 248000, n).astype(np.int32), np.ones(n, np.uint8)
+        key = sample_key(ids, mask)
+        values = {"key": key, "prompt_key": key, "id": str(i), "source": "random", "source_row": i}
+        values |= {"finish_reason": "stop", "response": "unknown", "input_ids": ids, "loss_mask": mask}
+        for name, value in values.items():
+            columns[name].append(value)
+    batch = pa.record_batch([pa.array(columns[f.name], f.type) for f in plan.SCHEMA], schema=plan.SCHEMA)
+    found, _ = plan.write_tasks(folder / plan.FOLDER / "tokens-0.arrow", [batch], {}, SHARD_TOKENS, False)
+    return found[:tasks]
+
+
+def runner_of(capture: Any, work: Path) -> Runner:
+    """As extraction makes it, around a decoder with random weights."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    config = ExtractConfig(cache=work, codec="ecsq", ecsq=EcsqConfig(), token_budget=BUDGET)
+    return Runner(
+        config=config,
+        layers=shapes.FEATURES,
+        captured=shapes.FEATURES,
+        capture=capture,
+        kernels="",
+        device=torch.device("cuda"),
+        writer=ThreadPoolExecutor(1),
+    )
+
+
+def turn(runner: Runner, work: Path, tasks: list[plan.Task], discard: bool) -> float:
+    """Tokens/s of some tasks, to durable shards or to nothing; two tasks in flight, as a worker has."""
+    tokens = sum(task.tokens for task in tasks)
+    begin = time.perf_counter()
+    if discard:
+        for task in tasks:
+            for row in rows(runner, plan.load_task(work, task)):
+                del row
+        torch.cuda.synchronize()
+    else:
+        pending = []
+        for number, task in enumerate(tasks):
+            pending.append(run_task(runner, work, number, task))
+            if len(pending) > 1:
+                pending.pop(0).result()
+        for future in pending:
+            future.result()
+    seconds = time.perf_counter() - begin
+    if not discard:
+        for number in range(len(tasks)):
+            (work / shard_name(number)).unlink()
+    return tokens / seconds
+
+
+KINDS = {
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "delta rule": ("_walk", "chunk_", "recompute_w_u"),
+    "convolution and heads": ("_conv_heads", "_rope_heads", "_gates", "_gate_heads"),
+    "norms and residual": ("_add_norm", "_gated_norm"),
+    "SwiGLU": ("_swiglu",),
+    "attention": ("flash", "fmha", "sdpa"),
+    "encode": ("_quantise", "_collect"),
+    "copies": ("Memcpy", "copy", "Memset", "fill", "Cat"),
+}
+
+
+def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
+    """Milliseconds of the device's kernels by kind over one task, and of the wall around them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        wall = timed(lambda: [row for row in rows(runner, plan.load_task(work, task))] and None)
+    found: Counter[str] = Counter()
+    for event in prof.key_averages():
+        kind = next((k for k, words in KINDS.items() if any(w in event.key for w in words)), "other")
+        found[kind] += event.self_device_time_total / 1e3
+    total = sum(found.values())
+    return {"wall ms": 1e3 * wall, "kernels ms": total, "tokens": task.tokens, "by kind": dict(found.most_common())}
+
+
+def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pairs: int) -> None:
+    """One GPU: load, compare, and run in step with the others."""
+    torch.cuda.set_device(device)
+    result: dict[str, Any] = {"burst TFLOP/s": gemm_rate(1)}
+    model = shapes.decoder("sdpa", torch.device("cuda", device))
+    lengths = shapes.lengths(4096)
+    if alone:
+        result["stock"] = stock_rate(model)
+        result["padded to the longest of 32, tokens/s"] = padded_rate(model, lengths[:32])
+    result["kernels"] = kernels.install("qwen3_5_text", torch.device("cuda"), False)
+    begin = time.perf_counter()
+    runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work)
+    torch.cuda.empty_cache()
+    work.mkdir(parents=True, exist_ok=True)
+    tasks = write_plan(work, SHARDS)
+    calibrate(runner, work, tasks[0])
+    run_task(runner, work, 0, tasks[0]).result()
+    (work / shard_name(0)).unlink()
+    result["first shard s"] = time.perf_counter() - begin
+    result["rows"] = [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8]
+    turns: dict[str, list[float]] = {"discard": [], "shards": []}
+    for _ in range(pairs):
+        for name in turns:
+            barrier.wait()
+            turns[name].append(turn(runner, work, tasks, name == "discard"))
+    result["tokens/s"] = turns
+    result["split"] = split(runner, work, tasks[0])
+    result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+    result["sustained TFLOP/s"] = gemm_rate(5)
+    answers.put((device, result))
+
+
+def main() -> None:
+    """Run on every device named, first alone where there are several."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--devices", default="0")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "extract-bench")
+    parser.add_argument("--pairs", type=int, default=5)
+    args = parser.parse_args()
+    devices = [int(d) for d in args.devices.split(",")]
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for group in [devices[:1], devices] if len(devices) > 1 else [devices]:
+        shutil.rmtree(args.work, ignore_errors=True)
+        barrier, answers = context.Barrier(len(group)), context.Queue()
+        processes = [
+            context.Process(target=measure, args=(d, args.work / str(d), barrier, answers, len(group) == 1, args.pairs))
+            for d in group
+        ]
+        for process in processes:
+            process.start()
+        found[f"{len(group)} GPU"] = dict(answers.get() for _ in group)
+        for process in processes:
+            process.join()
+    shutil.rmtree(args.work, ignore_errors=True)
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "versions": {n: version(n) for n in ("torch", "triton", "transformers", "fla-core")},
+        **found,
+    }
+    args.out.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
