@@ -4,7 +4,7 @@ So every reader works as with one disk, and a disk that moved needs new links, n
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,11 +17,12 @@ def folder(root: Path, cache: Path) -> Path:
     return root.resolve() / f"{cache.name}-{blake2b(str(cache.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
-def prepare(roots: Sequence[Path], cache: Path) -> None:
+def prepare(roots: Sequence[Path], cache: Path, ours: Callable[[Path], bool] = lambda path: True) -> None:
     """Make the folders, and remove what a dead run left in them: shards without their link were never finished.
 
-    Raises UsageError naming a root that cannot be written.
+    Only files that are `ours` are touched. Raises UsageError naming a root that cannot be written.
     """
+    linked = {path.resolve() for path in (cache / SHARDS_FOLDER).glob("*.arrow")}
     for root in roots:
         place = folder(root, cache)
         try:
@@ -29,7 +30,7 @@ def prepare(roots: Sequence[Path], cache: Path) -> None:
         except OSError as error:
             raise UsageError(f"{root}: {error.strerror}; expected a folder that can be written") from None
         for path in (*place.glob("*.tmp"), *place.glob("*.arrow")):
-            if (cache / SHARDS_FOLDER / path.name).resolve() != path:
+            if path not in linked:
                 path.unlink()
 
 

@@ -27,7 +27,7 @@ from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash, is_locked
 from dflash_offline.shards.frames import allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
-from dflash_offline.shards.layout import read_range, read_sample, read_trailer
+from dflash_offline.shards.layout import frame_ranges, read_range, read_sample, read_trailer
 from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.sample import Encoded, Sample, unpack_sample
 
@@ -224,7 +224,11 @@ class Cache:
 
 
 def _buffers(column: pa.Array) -> list[memoryview]:
-    return [memoryview(value.as_buffer()) for value in column.values]
+    values = column.values  # sliced by hand: a scalar's as_buffer() copies
+    if not len(values):
+        return []
+    data = values.buffers()[2]
+    return [memoryview(data)[at : at + n] for at, n in zip(*frame_ranges(values, -data.address), strict=True)]
 
 
 def _load(path: Path, allow_incomplete: bool) -> tuple[Manifest, pa.Table]:
