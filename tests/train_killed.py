@@ -5,6 +5,7 @@ random moment or at a named point of its code, with half of what it writes there
 it died or that it finished; finished runs are moved to OUT.1, OUT.2, ...
 """
 
+import json
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "between fsync and rename": (checkpoint, "publish"),
     "between rename and fsync of the folder": (files, "fsync_folder"),
     "while an old checkpoint is removed": (checkpoint.shutil, "rmtree"),  # type: ignore[attr-defined]
-    "in the middle of a line of metrics": (log.json, "dumps"),  # type: ignore[attr-defined]
+    "in the middle of a line of metrics": (log.Metrics, "write"),
     "while the run folder is claimed": (folder, "write_json"),
 }
 
@@ -56,10 +57,9 @@ def arm(point: str, count: int, run: Path) -> None:
         elif name == "rmtree":
             for path in [p for p in Path(args[0]).glob("*") if p.is_file()][:1]:
                 path.unlink()
-        elif name == "dumps":
-            metrics = run / "metrics.jsonl"
-            with metrics.open("a") as file:
-                file.write(plain(*args, **kwargs)[:40])
+        elif name == "write":
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(args[1])[:40])
         die()
 
     setattr(module, name, reached)
@@ -74,7 +74,7 @@ def main(kills: int, seed: int, out: Path, arguments: list[str]) -> None:
         if (child := os.fork()) == 0:
             try:
                 if point in POINTS:
-                    arm(point, count, run)
+                    arm(point, 1 if "claimed" in point else count, run)
                 os._exit(train(parse(TrainConfig, arguments, "", "")))
             finally:
                 os._exit(99)

@@ -37,7 +37,7 @@ VARIANTS = {
         "--loss.decay", "0.5", "--loss.dpace", "0.5", "--loss.kd", "0.3", "--loss.dpace-divisor", "blocks",
         "--optim.optimizer", "muon", "--optim.schedule", "wsd", "--optim.ema", "0.8", "--optim.weight-decay", "0.1",
         "--optim.no-decay", "fc.*", "--optim.freeze", "layers.0.mlp.*", "norm.weight", "--data.feature-noise", "0.05",
-        "--data.weights", "0.7",
+        "--data.weights", "0.7", "--optim.warmup-ratio", "0.6",
     ],
 }  # fmt: skip
 """FLAGS and what a run may have besides."""

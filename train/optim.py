@@ -125,4 +125,5 @@ def load_optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer], t
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, value in tensors.items():
         path, key = name.rsplit(":", 1)
-        owner[parameters[path]].state[parameters[path]][key] = value
+        # Counts stay on the CPU: read from a GPU, each would wait for it at every step.
+        owner[parameters[path]].state[parameters[path]][key] = value.cpu() if key == "step" else value
