@@ -16,6 +16,7 @@ import xxhash
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.config import DataConfig
 from dflash_offline.extract.dataset import Skip
+from dflash_offline.extract.keyset import KeySet
 from dflash_offline.extract.render import NOTES, Renderer
 from dflash_offline.extract.sources import read_chunks
 from dflash_offline.extract.tokenise import Done, render_chunks
@@ -40,10 +41,10 @@ class Intake:
     """Where a line of skipped.jsonl goes for every row left out."""
     store: Path | None = None
     """Where rendered rows are kept."""
-    planned: set[bytes] = field(default_factory=set)
+    planned: KeySet = field(default_factory=KeySet)
     """Keys that existing tasks have already."""
-    seen: set[bytes] = field(default_factory=set)
-    prompts: set[bytes] = field(default_factory=set)
+    seen: KeySet = field(default_factory=KeySet)
+    prompts: KeySet = field(default_factory=KeySet)
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -68,7 +69,7 @@ class Intake:
                 print(f"reading: {self.rows:,} rows, {self.tokens:,} tokens", flush=True)
         if self.data.strict and self.skipped:
             raise UsageError(f"{self.data.files[0]}: data.strict, and {self._skips()}; first: {self.first_skip()}")
-        if not self.seen:
+        if len(self.seen) == 0:
             first = f"; first: {self.first_skip()}" if self.skipped else ""
             template = xxhash.xxh3_64_hexdigest(str(self.renderer.tokenizer.chat_template).encode())
             raise UsageError(
@@ -179,7 +180,7 @@ def make_plan(
     files = [{"name": p.name, "bytes": p.stat().st_size, "xxh3": file_hash(p)} for p in data.files]
     if old is not None and (old.files, old.selection) == (files, selection(data)):
         return old
-    known = plans.all_keys(cache, old) if old else set()
+    known = plans.all_keys(cache, old) if old else KeySet()
     name = f"tokens-{len(old.tasks) if old else 0:05d}.arrow"
     tokens_path = cache / plans.FOLDER / name
     with atomic_file(cache / SKIPPED) as skips:
@@ -189,10 +190,10 @@ def make_plan(
         intake = Intake(data=data, renderer=renderer, planned=known, skips=skips, store=store)
         try:
             tasks, tokens_hash = plans.write_tasks(tokens_path, intake.samples(), settings, task_tokens, by_length)
-            if gone := known - intake.seen:
+            if gone := known.missing_in(intake.seen):
                 raise UsageError(
-                    f"{cache}: {len(gone)} of its {len(known)} samples are not in the dataset any more "
-                    f"({len(intake.seen - known)} are new); give the old files too, or another cache folder"
+                    f"{cache}: {gone} of its {len(known)} samples are not in the dataset any more "
+                    f"({intake.seen.missing_in(known)} are new); give the old files too, or another cache folder"
                 )
         except UsageError:
             tokens_path.unlink(missing_ok=True)
@@ -205,7 +206,7 @@ def make_plan(
         selection=selection(data),
         rows=intake.rows,
         skipped=dict(intake.skipped),
-        keys=plans.keys_hash(intake.seen),
+        keys=intake.seen.hash(),
         tokens_files={**(old.tokens_files if old else {}), **({name: tokens_hash} if tasks else {})},
         tasks=[*(old.tasks if old else []), *tasks],
     )

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dflash_offline.extract.dataset import Skip
+from dflash_offline.extract.keyset import KeySet
 from dflash_offline.shards import index, manifest
 from dflash_offline.shards.command import structure
 from dflash_offline.shards.errors import CorruptError
@@ -226,27 +227,19 @@ class Samples:
         return self._open[at]
 
 
-def all_keys(folder: Path, plan: Plan) -> set[bytes]:
+def all_keys(folder: Path, plan: Plan) -> KeySet:
     """The keys of every planned sample; of those whose tokens file is gone, from the index."""
-    keys: set[bytes] = set()
+    keys = KeySet()
     if any(not task.file for task in plan.tasks):
-        keys |= set(map(bytes.fromhex, index.load(folder, manifest.read(folder)).column("key").to_pylist()))
+        keys = KeySet(index.load(folder, manifest.read(folder)).column("key").to_pylist())
     for name in plan.tokens_files:
         with pa.memory_map(str(folder / FOLDER / name)) as source:
             reader = pa.ipc.open_file(source)
             for i in range(reader.num_record_batches):
-                keys |= set(map(bytes.fromhex, reader.get_batch(i).column("key").to_pylist()))
+                for key in map(bytes.fromhex, reader.get_batch(i).column("key").to_pylist()):
+                    if key not in keys:
+                        keys.add(key)
     return keys
-
-
-def keys_hash(keys: set[bytes]) -> str:
-    """shards.keys.keys_hash of as many keys as there are, in little memory."""
-    pairs = np.frombuffer(b"".join(keys), dtype=">u8").reshape(-1, 2)
-    digest = blake2b(digest_size=16)
-    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
-    for at in range(0, len(order), 1 << 12):
-        digest.update(pairs[order[at : at + (1 << 12)]].tobytes().hex().encode())
-    return digest.hexdigest()
 
 
 def skip_line(skip: Skip) -> dict[str, Any]:

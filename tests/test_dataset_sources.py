@@ -120,25 +120,21 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_public_shapes_end_to_end(site: Path, tmp_path: Path, shape: str) -> None:
+def test_public_shapes_end_to_end(site: Path, tmp_path: Path) -> None:
     """Rows of three published schemas, in the container they are published in, to a cache of the tiny target."""
-    rows = SHAPES[shape]
-    if shape == "ultrachat":
-        pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "train_sft-00000-of-00001.parquet")
-    elif shape == "sharegpt":
-        (path := tmp_path / "ShareGPT_V3.json").write_text(json.dumps(rows, indent=2))
-    else:
-        path = write_rows(tmp_path / "math.jsonl", *rows)
-    done = extract(*arguments(site, tmp_path / "c", **{"data.files": path, "workers": 1}))
+    pq.write_table(pa.Table.from_pylist(SHAPES["ultrachat"]), tmp_path / "ultrachat.parquet")
+    (tmp_path / "sharegpt.json").write_text(json.dumps(SHAPES["sharegpt"], indent=2))
+    write_rows(tmp_path / "nemotron.jsonl", *SHAPES["nemotron"])
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": tmp_path, "workers": 1}))
     assert done.returncode == 0, done.stderr
     cache, using = Cache(tmp_path / "c"), make_renderer(tokenizer(), VOCAB, DataConfig())
-    assert len(cache) == 6 and cache.manifest.dataset["skipped"] == {}
-    assert (cache.row(0)["id"] == "") == (shape == "nemotron")
-    turns = 1 if shape == "nemotron" else 2
-    for n in range(6):
-        sample = cache.read(n)
+    assert len(cache) == 18 and cache.manifest.dataset["skipped"] == {}
+    for n in range(18):
+        sample, row = cache.read(n), cache.row(n)
+        nemotron = row["source"] == "nemotron.jsonl"
         found = spans(using, sample.input_ids, sample.loss_mask)
-        assert len(found) == turns and found[0].endswith(f"</think>\n\n{LIST}<|im_end|>")
+        assert len(found) == 2 - nemotron and found[0].endswith(f"</think>\n\n{LIST}<|im_end|>")
         assert found[-1].endswith("<|im_end|>") and np.isfinite(sample.states.float().numpy()).all()
-        assert ("detailed thinking on" in using.tokenizer.decode(sample.input_ids)) == (shape == "nemotron")
+        assert ("detailed thinking on" in using.tokenizer.decode(sample.input_ids)) == nemotron
+        ids = {"ultrachat.parquet": f"{row['source_row']:064x}", "sharegpt.json": f"QWJhYvA_{row['source_row']}"}
+        assert row["id"] == ids.get(row["source"], "")
