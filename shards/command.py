@@ -11,7 +11,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
-from dataclasses import fields
+from dataclasses import MISSING, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -40,7 +40,7 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
             raise UsageError("--config is given twice; expected one file")
         if at + 1 == len(argv):
             raise UsageError("--config needs a file name; expected: --config FILE.toml")
-        default = load_toml(cls, Path(argv[at + 1]))
+        default = _defaults(cls, Path(argv[at + 1]))
         argv = argv[:at] + argv[at + 2 :]
     # tyro draws its errors as a box over several lines; a log wants one.
     box = io.StringIO()
@@ -60,15 +60,38 @@ def parse(cls: type[T], argv: list[str], prog: str, description: str) -> T:
 
 def load_toml(cls: type[T], path: Path) -> T:
     """Read `path` into `cls`. Unknown keys are errors: a typo must not silently leave a default in force."""
+    return structure(cls, _values(path), str(path))
+
+
+def _values(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"no such file: {path}") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
-    return structure(cls, values, str(path))
+
+
+def _defaults(cls: type[T], path: Path) -> T:
+    """`load_toml`, but required fields that the file lacks are left to the flags; tyro then checks the whole."""
+    import tyro
+
+    values = _values(path)
+    holes = [
+        (f.name, f.type, field(default=tyro.MISSING))
+        for f in fields(cls)  # type: ignore[arg-type]
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in values
+    ]
+    if not holes:
+        return structure(cls, values, str(path))
+    unchecked = {"__post_init__": lambda self: None}
+    partial = make_dataclass(cls.__name__, holes, bases=(cls,), namespace=unchecked, frozen=True, kw_only=True)
+    found, out = structure(partial, values, str(path)), object.__new__(cls)
+    for f in fields(found):
+        object.__setattr__(out, f.name, getattr(found, f.name))
+    return out
 
 
 def structure(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -181,5 +204,6 @@ def run(prog: str, commands: Mapping[str, tuple[str, Callable[[list[str]], int]]
 def _fail(prog: str, message: str, code: int, debug: bool = False) -> int:
     if debug:
         traceback.print_exc()
-    print(f"{prog}: error: {message}", file=sys.stderr)
+    line = " ".join(message.split("\n"))  # a name may hold one, and so may what a library says
+    print(f"{prog}: error: {line}", file=sys.stderr)
     return code

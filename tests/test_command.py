@@ -57,6 +57,42 @@ def test_settings_survive_a_round_trip() -> None:
     assert command.structure(Outer, values, "again") == config
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Required settings, and a check of them."""
+
+    name: str
+    """A name."""
+    size: int
+    """A count."""
+    most: int = 9
+    """A bound."""
+
+    def __post_init__(self) -> None:
+        if self.size > self.most:
+            raise ValueError(f"size is {self.size}, expected at most {self.most}")
+
+
+def test_what_a_file_lacks_may_come_from_flags(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("most = 5")
+
+    def parsed(*argv: str) -> Needs:
+        return command.parse(Needs, [*argv, "--config", str(file)], "prog", "What it does.")
+
+    found = parsed("--name", "a", "--size", "4")
+    assert type(found) is Needs and found == Needs(name="a", size=4, most=5)
+    with pytest.raises(UsageError, match="--size"):
+        parsed("--name", "a")
+    with pytest.raises(UsageError, match="size is 6, expected at most 5"):
+        parsed("--name", "a", "--size", "6")
+    file.write_text("size = 2\nmots = 5")
+    with pytest.raises(UsageError, match=r"c\.toml: extra fields found \(mots\)"):
+        parsed("--name", "a")
+    with pytest.raises(UsageError, match="required field missing"):
+        command.load_toml(Needs, file)
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
@@ -101,6 +137,7 @@ def test_a_bad_flag_is_one_line(argv: list[str], message: str) -> None:
     ("raised", "code", "message"),
     [
         (UsageError("bad input"), 2, "prog go: error: bad input"),
+        (UsageError("two\nlines"), 2, "prog go: error: two lines"),
         (RunError("lost"), 1, "prog go: error: lost"),
         (OSError(28, "No space left on device", "/full"), 1, "/full"),
         (KeyboardInterrupt(), 130, ""),
