@@ -121,9 +121,14 @@ def test_a_stopped_run_has_the_metrics_of_one_that_was_not(
     monkeypatch.undo()
     assert checkpoint.newest(config.run_dir / "checkpoints")[0].step == 4  # type: ignore[union-attr]
     assert [m["step"] for m in metrics(config.run_dir)] == [1, 2, 3]
+    stopped = shutil.copytree(config.run_dir / "checkpoints" / "step-00000004", tmp_path / "stopped")
     assert train(config) == 0
     assert metrics(config.run_dir) == metrics(six) and hashes(config.run_dir, 6) == hashes(six, 6)
     assert [("validation" in m) for m in metrics(six)] == [False, True] * 3
+    # Again from the checkpoint of step 4, as after a kill before the next one: its line is there already.
+    shutil.rmtree(config.run_dir / "checkpoints")
+    shutil.copytree(stopped, config.run_dir / "checkpoints" / "step-00000004")
+    assert train(config) == 0 and metrics(config.run_dir) == metrics(six)
 
 
 def test_a_run_repeats_from_its_own_settings(cache: Path, finished: dict[str, Path], tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     found = _resume(job, ranks, state)
     about = found.state if found else {}
     first = about.get("step", 0)
-    metrics = Metrics(config.run_dir / "metrics.jsonl", first) if ranks.first else None
+    unmeasured = about.get("unmeasured")  # the line of the checkpoint's step, still to be written
+    told = first - 1 if unmeasured else first
+    metrics = Metrics(config.run_dir / "metrics.jsonl", told) if ranks.first else None
     if metrics:
         again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
         say(job.describe() + (again if first else ""))
@@ -74,7 +76,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             best=about.get("best"),
         )  # fmt: skip
         done, stopping = first, False
-        if unmeasured := about.get("unmeasured"):
+        if unmeasured:
             stopping = end.close(unmeasured, stopping=False, show=True)
         for step in range(first + 1, job.steps + 1):
             if stopping:
