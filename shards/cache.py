@@ -141,6 +141,13 @@ class Cache:
         tensors.setdefault("lm_head", tensors["embed_tokens"])
         return tensors
 
+    def tokenizer_folder(self) -> Path:
+        """Where the target's tokenizer lies. Raises CorruptError when a file of it is not what was copied."""
+        for name in self.manifest.target.get("copied", {}):
+            if name != "target.safetensors":  # large, and no part of it
+                self._target_file(name)
+        return self.path / TARGET_FOLDER
+
     def _target_file(self, name: str) -> Path:
         path, expected = self.path / TARGET_FOLDER / name, self.manifest.target.get("copied", {}).get(name)
         if not path.is_file() or file_hash(path) != expected:

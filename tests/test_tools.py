@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from targets import tokenizer
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.files import file_hash
+from dflash_offline.tools.browse import one_line
 from dflash_offline.tools.cli import main
 
 
@@ -48,6 +50,26 @@ def test_show_marks_what_is_supervised(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0 and f"«{text}»" in out and "layer   1: rms" in out
     code, _, err = shards(capsys, "show", tmp_path / "c", "zz")
     assert code == 2 and "0 samples have a key starting with 'zz'" in err
+
+
+def test_show_reads_no_text_with_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_cache(tmp_path / "c", samples=1, complete=False)
+    folder, key = tmp_path / "c" / "target", Cache(tmp_path / "c", allow_incomplete=True).keys[0]
+    tokenizer().save_pretrained(folder)
+    info = manifest.read(tmp_path / "c")
+    copied = {p.name: file_hash(p) for p in folder.iterdir()}
+    manifest.write(tmp_path / "c", replace(info, target={"copied": copied}))
+    assert shards(capsys, "show", tmp_path / "c", key)[0] == 0
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"A":').replace('"b":', '"a":').replace('"A":', '"b":'))
+    code, out, err = shards(capsys, "show", tmp_path / "c", key)
+    assert code == 1 and f"{path}: missing or changed" in err and out == ""
+    path.unlink()
+    assert shards(capsys, "show", tmp_path / "c", key)[0] == 1
+
+
+def test_a_strange_id_stays_on_its_line() -> None:
+    assert one_line("a\nb\x1b[31m é\u2028") == r"a\nb\x1b[31m é\u2028"
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

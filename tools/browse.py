@@ -4,11 +4,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from dflash_offline.extract.preview import marked
 from dflash_offline.shards import manifest
-from dflash_offline.shards.cache import TARGET_FOLDER, Cache
+from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.verify import describe, verify
 from dflash_offline.tools.config import Ls, OneCache, Show, Verify
@@ -46,7 +47,7 @@ def ls(args: Ls) -> int:
     print(f"{'key':32} {'tokens':>7} {'superv.':>7} {'shard':24} source:line id")
     for row in cache.index.slice(0, limit or len(cache)).to_pylist():
         place = f"{row['source']}:{row['source_row'] + 1}"
-        print(f"{row['key']} {row['tokens']:7} {row['supervised']:7} {row['shard']:24} {place} {row['id']}")
+        print(one_line(f"{row['key']} {row['tokens']:7} {row['supervised']:7} {row['shard']:24} {place} {row['id']}"))
     if limit and limit < len(cache):
         print(f"... {len(cache) - limit} more (--limit 0 shows all)")
     return 0
@@ -60,10 +61,10 @@ def show(args: Show) -> int:
         raise UsageError(
             f"{args.cache}: {len(found)} samples have a key starting with {args.key!r}; expected exactly one"
         )
-    row, sample = cache.row(found[0]), cache.read(found[0])
-    print(f"key {sample.key}  {row['source']} line {row['source_row'] + 1}  id {row['id'] or '-'}")
+    row, sample, tokenizer = cache.row(found[0]), cache.read(found[0]), open_tokenizer(cache.tokenizer_folder())
+    print(one_line(f"key {sample.key}  {row['source']} line {row['source_row'] + 1}  id {row['id'] or '-'}"))
     print(f"{len(sample.input_ids)} tokens, {int(sample.loss_mask.sum())} supervised, finish {row['finish_reason']}\n")
-    print(marked(_tokenizer(cache), sample.input_ids.tolist(), sample.loss_mask.tolist(), sys.stdout.isatty()))
+    print(marked(tokenizer, sample.input_ids.tolist(), sample.loss_mask.tolist(), sys.stdout.isatty()))
     states_TLD = sample.states.float().view(len(sample.input_ids), len(cache.layer_ids), cache.hidden_size)
     print()
     for i, layer in enumerate(cache.layer_ids):
@@ -72,10 +73,20 @@ def show(args: Show) -> int:
     return 0
 
 
-def _tokenizer(cache: Cache) -> Any:
+def one_line(text: str) -> str:
+    """`text` without line ends and control characters: a dataset's id may hold any."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`. Raises UsageError."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(cache.path / TARGET_FOLDER, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever a strange file leads to
+        reason = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{folder}: no usable tokenizer: {type(error).__name__}: {reason}") from None
 
 
 def check(args: Verify) -> int:

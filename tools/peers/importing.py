@@ -22,7 +22,6 @@ from torch import Tensor
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.dataset import Skip, SkipRow
 from dflash_offline.extract.target import (
-    Target,
     full_hashes,
     identity,
     open_target,
@@ -39,6 +38,7 @@ from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import eligible_anchors, keys_hash, last_positions, prompt_key, sample_key
 from dflash_offline.shards.writer import Identity
+from dflash_offline.tools.browse import open_tokenizer
 from dflash_offline.tools.config import Import, codec_parameters
 from dflash_offline.tools.peers.contract import PeerCache, PeerSample, Shape
 
@@ -66,7 +66,7 @@ def run(args: Import) -> int:
     """Import `args.source` into `args.out`. Returns 3 when samples were lost to states that are not finite."""
     torch.set_num_threads(1)  # the shards are what is parallel
     target = open_target(args.target, None)
-    tokenizer = _tokenizer(target)
+    tokenizer = open_tokenizer(target.folder)
     module, opener = OPENERS[args.format]
     shape = Shape(layers=args.layers, hidden=target.config.hidden_size, depth=target.config.num_hidden_layers)
     peer: PeerCache = getattr(import_module(f"dflash_offline.tools.peers.{module}"), opener)(args.source, shape)
@@ -129,16 +129,6 @@ def run(args: Import) -> int:
         + (f"; {lost} lost, their states are not finite ({SKIPPED})" if lost else "")
     )
     return 3 if lost else 0
-
-
-def _tokenizer(target: Target) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(target.folder, local_files_only=True)
-    except Exception as error:  # transformers raises whatever a strange file leads to
-        reason = (str(error).splitlines() or [""])[0]
-        raise UsageError(f"{target.folder}: no usable tokenizer: {type(error).__name__}: {reason}") from None
 
 
 def _load(peer: PeerCache, number: int, trim: bool) -> PeerSample:
