@@ -5,9 +5,12 @@ The files and expected.safetensors in data/peers were made by the projects' own 
 
 import io
 import json
+import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,19 @@ def test_pickled_code_is_refused_and_never_runs(tmp_path: Path, name: str, file:
     assert "holds a list, expected a dictionary" in refusal(opener, folder, 0)
 
 
+def test_a_damaged_pickle_is_one_line(tmp_path: Path) -> None:
+    folder, opener = copied(tmp_path, "specforge")
+    path = folder / "rows_0-2000" / "data_0.ckpt"
+    sound, rng = path.read_bytes(), random.Random(0)
+    start = sound.index(b"data.pkl") + len("data.pkl")
+    for _ in range(300):
+        data = bytearray(sound)
+        data[rng.randrange(start, start + 500)] = rng.randrange(256)
+        path.write_bytes(data)
+        with suppress(UsageError):
+            opener(folder, SHAPE).sample(0)
+
+
 def resaved(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     values = torch.load(path, weights_only=True)
     change(values)
@@ -136,6 +152,8 @@ def resaved(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ("hidden_states", torch.zeros(1, 5, 32).bfloat16(), "hidden_states is bfloat16 [5, 32]"),
         ("hidden_states", torch.zeros(2, 6, 32).bfloat16(), "expected one sample"),
         ("hidden_states", [1.0], "hidden_states is a list, expected a tensor"),
+        ("hidden_states", torch.zeros(6, 32).bfloat16().to_sparse(), "hidden_states is a torch.sparse_coo of cpu"),
+        ("hidden_states", torch.zeros(6, 32, device="meta").bfloat16(), "hidden_states is a torch.strided of meta"),
         ("loss_mask", torch.ones(5).long(), "6 input_ids and 5 of loss_mask"),
         ("loss_mask", torch.ones(6), "loss_mask is float32 [6], expected integers"),
         ("loss_mask", torch.full((6,), 2), "loss_mask from 2 to 2, expected 0 to 1"),
@@ -222,6 +240,12 @@ def test_deepspec_hostile_lengths_are_refused_before_allocating(tmp_path: Path) 
     data[12:16] = b"\xff\xff\xff\xff"
     (folder / "samples.idx").write_bytes(data)
     assert "input_ids of sample 0 ends at 17179869180" in refusal(opener, folder, 0)
+
+
+def test_deepspec_states_of_more_bytes_than_one_read_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv  # the kernel gives 2 GiB at a time: some 40,000 tokens of a large target
+    monkeypatch.setattr("os.preadv", lambda fd, parts, at: preadv(fd, [memoryview(parts[0])[:100]], at))
+    test_equal_to_the_projects_own_reader("deepspec")
 
 
 @pytest.mark.parametrize("name", FORMATS)

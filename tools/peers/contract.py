@@ -9,7 +9,6 @@ import gzip
 import io
 import pickle
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +86,7 @@ def load_pt(path: Path) -> dict[str, Any]:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"a Python object ({found[1]})" if found else "a Python object"
         raise UsageError(f"{path}: holds {what}, which would run code; expected tensors only") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zlib.error) as error:
+    except Exception as error:  # torch raises whatever a damaged pickle leads to
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path}: not a whole torch file ({reason}); fetch or dump it again") from None
     if not isinstance(values, dict):
@@ -100,8 +99,9 @@ def field(values: Mapping[str, Any], name: str, path: Path) -> Tensor:
     if name not in values:
         raise UsageError(f"{path}: no {name}; found {', '.join(map(str, values)) or 'nothing'}")
     value = values[name]
-    if not isinstance(value, Tensor):
-        raise UsageError(f"{path}: {name} is a {type(value).__name__}, expected a tensor")
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        kind = f"{value.layout} of {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"{path}: {name} is a {kind}, expected a tensor")
     return value
 
 

@@ -9,7 +9,6 @@ the final norm, so it is not read.
 """
 
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.layout import read_range
 from dflash_offline.tools.peers.contract import PeerCache, PeerSample, Shape, ids_and_mask
 
 _RECORD = struct.Struct("<QII5Q")
@@ -58,9 +58,10 @@ def open_cache(folder: Path, shape: Shape) -> PeerCache:
                 raise UsageError(f"{path}: {found}, but {where}; prepare the cache again")
 
         def read(at: int, each: int, dtype: torch.dtype) -> Tensor:
-            data = bytearray(tokens * each)
             with path.open("rb") as file:
-                os.preadv(file.fileno(), [data], at)
+                data = read_range(file.fileno(), at, tokens * each)
+            if len(data) < tokens * each:
+                raise RunError(f"{path}: cut while it was read; prepare the cache again")
             return torch.frombuffer(data, dtype=dtype)
 
         ids, mask = read(ids_at, 4, torch.int32), read(mask_at, 1, torch.uint8)
