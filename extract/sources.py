@@ -42,9 +42,17 @@ class Chunk:
     columns: bool = False
 
     def values(self) -> Iterator[Any]:
-        """The rows, parsed; what is nested too deeply is a RecursionError. Raises UsageError naming a line not JSON."""
+        """The rows, parsed; what is nested too deeply is a RecursionError. Raises UsageError for other faults."""
         if self.columns:
-            yield from pa.ipc.open_stream(self.rows[0]).read_all().to_pylist()
+            table = pa.ipc.open_stream(self.rows[0]).read_all()
+            try:
+                for at, kind in enumerate(table.schema.types):
+                    if pa.types.is_timestamp(kind):  # as JSON would have it: Python's own type has not every date
+                        table = table.set_column(at, table.schema.names[at], table.column(at).cast(pa.string()))
+                yield from table.to_pylist()
+            except (ValueError, OverflowError) as error:
+                where = f"{self.path} rows {self.numbers[0] + 1} to {self.numbers[-1] + 1}"
+                raise UsageError(f"{where}: {error}; expected text in UTF-8 and plain values") from None
             return
         for number, line in zip(self.numbers, self.rows, strict=True):
             try:
@@ -74,16 +82,20 @@ def find_files(data: DataConfig) -> list[Path]:
             files += _in_folder(path, data.split)
         elif path.is_file():  # also when its name looks like a pattern
             files.append(path)
-        elif found := sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207 (Path.glob takes no absolute pattern)
-            files += [Path(p) for p in found if Path(p).is_file()]
         else:
-            raise UsageError(f"no such file: {given}")
+            found = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (takes no absolute one)
+            whole = [p for p in found if p.is_file()] or [q for p in found for q in _in_folder(p, data.split)]
+            if not whole:
+                raise UsageError(f"no such file: {given}")
+            files += whole
     if data.split and not any(p.expanduser().is_dir() for p in data.files):
         raise UsageError(f"data.split is {data.split!r}: single files have no splits; leave it out")
     return files
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: neither a file nor a folder; write what comes from it to a file")
     if (folder / "dataset_dict.json").is_file():
         splits = _described(folder / "dataset_dict.json").get("splits") or [""]
         if split not in splits and (split or len(splits) > 1):
@@ -188,7 +200,9 @@ def _checked(path: Path, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         yield from chunks
     except FileNotFoundError:
         raise UsageError(f"no such file: {path}") from None
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: {error}; expected UTF-8") from None
+    except (OSError, EOFError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or (str(error).splitlines() or [""])[0]
         raise UsageError(f"{path}: {reason}; expected a whole file of the kind its name says") from None
 
@@ -232,10 +246,14 @@ def _array(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             at += 1
         try:
             if buffer[at : at + 1] == "]":
+                if more := (buffer[at + 1 :] + text.read(_BLOCK)).strip():
+                    raise UsageError(f"{path}: {more[:20]!r} after the array; expected one array, or an object a line")
                 return
             _, end = decoder.raw_decode(buffer, at)
             yield number, buffer[at:end].encode()
             at, number = end, number + 1
+        except RecursionError:
+            raise UsageError(f"{path} element {number}: nested too deeply; mend or remove it") from None
         except ValueError as error:
             block = text.read(max(_BLOCK, len(buffer) - at))
             if not block:

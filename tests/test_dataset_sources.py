@@ -1,6 +1,7 @@
 """Datasets that other tools wrote: saved by HF datasets, from a hub cache; and public shapes end to end."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from targets import tokenizer, write_rows
 
 from dflash_offline.extract.config import DataConfig
 from dflash_offline.extract.render import make_renderer
-from dflash_offline.extract.sources import find_files
+from dflash_offline.extract.sources import find_files, read_chunks
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 
@@ -138,3 +139,43 @@ def test_public_shapes_end_to_end(site: Path, tmp_path: Path) -> None:
         assert ("detailed thinking on" in using.tokenizer.decode(sample.input_ids)) == nemotron
         ids = {"ultrachat.parquet": f"{row['source_row']:064x}", "sharegpt.json": f"QWJhYvA_{row['source_row']}"}
         assert row["id"] == ids.get(row["source"], "")
+
+
+def test_what_no_row_can_be_made_of_is_named(tmp_path: Path) -> None:
+    """Nothing after an array is lost unsaid, and no file of another encoding ends in a traceback."""
+    row = json.dumps(chat(1))
+    torn = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+    )
+    pq.write_table(pa.table({"prompt": torn, "response": ["x"]}), tmp_path / "torn.parquet")
+    for name, data, said in (
+        ("two.json", f"[{row}]\n[{row}]\n".encode(), "after the array; expected one array"),
+        ("latin.json", b'[{"x": "\xe9"}]', "expected UTF-8"),
+        ("late.json", b"[" + f"{row},".encode() * 20_000 + b'{"x": "\xe9"}]', "expected UTF-8"),
+        ("deep.json", f"[{row}, {'[' * 9000}1{']' * 9000}]".encode(), "element 1: nested too deeply"),
+        ("torn.parquet", None, "rows 1 to 1: .*expected text in UTF-8"),
+    ):
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(UsageError, match=f"{name}.*{said}"):
+            [list(chunk.values()) for chunk in read_chunks([tmp_path / name], 0, None)]
+
+
+def test_dates_that_python_has_not(tmp_path: Path) -> None:
+    """A column that nobody asked for does not stop the dataset."""
+    table = pa.Table.from_pylist([chat(1)]).append_column("when", pa.array([2**62], pa.timestamp("us")))
+    pq.write_table(table, tmp_path / "d.parquet")
+    assert count(tmp_path / "a", files=(tmp_path / "d.parquet",)) == 1
+
+
+def test_a_pattern_of_folders(tmp_path: Path) -> None:
+    """Folders alone are read as if they were given; beside files they are not, as `**` matches both."""
+    for name in ("d-1/a.jsonl", "d-2/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        write_rows(tmp_path / name, chat(len(name)))
+    files = [tmp_path / "d-1" / "a.jsonl", tmp_path / "d-2" / "b.jsonl"]
+    assert find_files(DataConfig(files=(tmp_path / "d-*",))) == files
+    assert find_files(DataConfig(files=(tmp_path / "**",))) == files
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe: neither a file nor a folder"):
+        find_files(DataConfig(files=(tmp_path / "pipe",)))
