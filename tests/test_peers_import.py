@@ -14,6 +14,7 @@ from targets import tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.files import take_lock
 from dflash_offline.shards.keys import last_positions, sample_key
 from dflash_offline.shards.verify import verify
 from dflash_offline.tools.cli import main
@@ -221,6 +222,13 @@ def test_export_refuses_other_folders_and_damage(tmp_path: Path, capsys: pytest.
     assert shards(capsys, "export", tmp_path / "c", "--out", tmp_path / "f")[0] == 0
     code, _, err = shards(capsys, "export", tmp_path / "d", "--out", tmp_path / "f")
     assert code == 2 and "cache was" in err and err.count("\n") == 1
+    (tmp_path / "f" / "index.json").write_text("{")
+    code, _, err = shards(capsys, "export", tmp_path / "c", "--out", tmp_path / "f")
+    assert code == 2 and "index.json: not readable" in err and err.count("\n") == 1
+    (tmp_path / "c" / ".lock").touch()
+    assert shards(capsys, "export", tmp_path / "c", "--out", tmp_path / "c")[0] == 2
+    code, _, err = shards(capsys, "export", tmp_path / "c", "--out", tmp_path / "e" / "mine")
+    assert code == 2 and "expected a folder" in err
     path = tmp_path / "c" / "shards" / "00000000.arrow"
     data = bytearray(path.read_bytes())
     row = Cache(tmp_path / "c").row(1)
@@ -229,3 +237,16 @@ def test_export_refuses_other_folders_and_damage(tmp_path: Path, capsys: pytest.
     code, _, err = shards(capsys, "export", tmp_path / "c", "--out", tmp_path / "g")
     assert code == 1 and f"sample {row['key']}" in err
     assert not json.loads((tmp_path / "g" / "index.json").read_text())["complete"]
+
+
+def test_two_exports_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_cache(tmp_path / "c", samples=3)
+    out = tmp_path / "e"
+    out.mkdir()
+    with (out / ".lock").open("a+") as lock:
+        take_lock(lock, out)
+        (out / "a.safetensors.1.tmp").touch()  # what the other one is writing
+        code, _, err = shards(capsys, "export", tmp_path / "c", "--out", out)
+        assert code == 2 and "in use by pid" in err and (out / "a.safetensors.1.tmp").exists()
+    assert shards(capsys, "export", tmp_path / "c", "--out", out)[0] == 0
+    assert len(list(out.glob("*.safetensors"))) == 3 and not list(out.glob("*.tmp"))

@@ -8,17 +8,18 @@ OUT/<key>.safetensors     input_ids int32 [T], loss_mask uint8 [T], hidden_state
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.cache import LOCK, Cache
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.shards.files import atomic_file
+from dflash_offline.shards.files import atomic_file, take_lock
 from dflash_offline.shards.keys import last_positions
 from dflash_offline.tools.config import Export
 
@@ -39,7 +40,34 @@ def run(args: Export) -> int:
         "target": cache.manifest.target.get("path"),
         "generation": cache.generation,
     }
-    todo = _todo(args.out, facts, rows)
+    with _claim(args.out):
+        todo = _todo(args.out, facts, rows)
+        _write(args, cache, facts, rows, todo)
+    print(f"{args.out}: {len(rows)} samples, {len(todo)} of them written now")
+    return 0
+
+
+@contextmanager
+def _claim(out: Path) -> Iterator[None]:
+    """Make the folder and hold it for this process. Raises UsageError when it is another's, or holds other things."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        there = sorted(p.name for p in out.iterdir() if p.name != LOCK and p.suffix != ".tmp")
+        if there and INDEX not in there:
+            raise UsageError(f"{out}: holds {there[0]} and no {INDEX}; choose an empty or new folder")
+        lock = (out / LOCK).open("a+")
+    except OSError as error:
+        raise UsageError(f"{out}: {error.strerror}; expected a folder that can be written") from None
+    with lock:
+        take_lock(lock, out)
+        for leftover in out.glob("*.tmp"):
+            leftover.unlink()
+        yield
+
+
+def _write(
+    args: Export, cache: Cache, facts: dict[str, Any], rows: Sequence[dict[str, Any]], todo: Sequence[int]
+) -> None:
     size = sum(rows[i]["tokens"] for i in todo) * 2 * len(cache.layer_ids) * cache.hidden_size
     if size > (free := shutil.disk_usage(args.out).free):
         raise UsageError(
@@ -69,8 +97,6 @@ def run(args: Export) -> int:
             pool.shutdown(cancel_futures=True)
             raise
     _write_index(args.out, facts, rows, complete=True)
-    print(f"{args.out}: {len(rows)} samples, {len(todo)} of them written now")
-    return 0
 
 
 def _name(key: str) -> str:
@@ -79,15 +105,13 @@ def _name(key: str) -> str:
 
 def _todo(out: Path, facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[int]:
     """Numbers of the samples without a file. Raises UsageError when the folder is of another making."""
-    out.mkdir(parents=True, exist_ok=True)
     if (out / INDEX).is_file():
-        found = json.loads((out / INDEX).read_text())
+        try:
+            found = dict(json.loads((out / INDEX).read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{out / INDEX}: not readable ({error}); choose another folder") from None
         if changes := [f"{k} was {found.get(k)!r}, now {v!r}" for k, v in facts.items() if found.get(k) != v]:
             raise UsageError(f"{out}: {'; '.join(changes)}; choose another folder")
-        for leftover in out.glob("*.tmp"):
-            leftover.unlink()
-    elif there := sorted(p.name for p in out.iterdir()):
-        raise UsageError(f"{out}: holds {there[0]} and no {INDEX}; choose an empty or new folder")
     return [i for i, row in enumerate(rows) if not (out / _name(row["key"])).is_file()]
 
 
