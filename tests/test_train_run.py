@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 from train_reference import V, chats, make_cache, spec, target
-from train_runs import FLAGS, call, metrics, small
+from train_runs import FLAGS, call, metrics, settings, small
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.command import parse
@@ -48,6 +48,13 @@ def test_a_few_samples_are_learnt_by_heart(tmp_path: Path) -> None:
     steps = [len(walk_sample(trained, target(), made.read(i))) for i in range(8)]
     tokens = [sum(s.recorded for s in walk_sample(trained, target(), made.read(i))) for i in range(8)]
     assert sum(tokens) / sum(steps) > 4
+
+
+def test_a_run_in_bf16_is_measured_too(cache: Path, six: Path, tmp_path: Path) -> None:
+    assert train(settings(cache, tmp_path / "run", "--precision", "bfloat16", "--optim.max-steps", "2")) == 0
+    one, fp32 = metrics(tmp_path / "run"), metrics(six)
+    assert one[0]["loss"] == pytest.approx(fp32[0]["loss"], rel=0.02) and one[0]["loss"] != fp32[0]["loss"]
+    assert one[1]["validation"]["tau"] >= 1
 
 
 def test_the_mask_token_in_training_text_is_counted(tmp_path: Path) -> None:
@@ -103,12 +110,18 @@ def test_bad_input_is_refused_before_work(
         (lambda: ModelConfig(layers=0), r"model.layers: expected at least 1, found 0"),
         (lambda: ModelConfig(layer_types=("full_attention",)), r"expected one for each of model.layers = 5, found 1"),
         (lambda: ModelConfig(layers=1, layer_types=("sliding_attention",)), r"expected model.sliding_window too"),
+        (lambda: ModelConfig(layers=1, sliding_window=4), r"model.sliding_window = 4: no layer has it; expected a"),
+        (lambda: ModelConfig(layers=1, sliding_window=4, layer_types=("full_attention",)), r"no layer has it"),
         (lambda: ModelConfig(layer_ids=(1, 1)), r"expected distinct layers, found \[1, 1\]"),
         (EvalConfig, r"expected either --run-dir RUN or --drafter FOLDER"),
         (lambda: EvalConfig(drafter=Path("d"), cache=Path("c")), r"--split val needs --val-fraction"),
         (lambda: LossConfig(decay=0), r"loss.decay and loss.dpace: expected numbers >= 0, not both 0"),
         (lambda: LossConfig(kd=1.1), r"loss.kd: expected a part between 0 and 1, found 1.1"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim.betas"),
+        (
+            lambda: OptimConfig(schedule="wsd", warmup_ratio=0.9),
+            r"optim.warmup_ratio = 0.9 and decay_ratio = 0.2: expected at most 1 together",
+        ),
     ],
 )
 def test_settings_out_of_range(settings: Callable[[], object], message: str) -> None:

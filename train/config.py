@@ -55,6 +55,12 @@ class ModelConfig:
                 )
             if "sliding_attention" in self.layer_types and self.sliding_window is None:
                 raise ValueError("model.layer_types has a sliding_attention layer; expected model.sliding_window too")
+        all_full = self.layers == 1 if self.layer_types is None else "sliding_attention" not in self.layer_types
+        if self.sliding_window is not None and all_full:
+            raise ValueError(
+                f"model.sliding_window = {self.sliding_window}: no layer has it; expected a sliding_attention layer in "
+                "model.layer_types, or no window"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,11 @@ class OptimConfig:
                 raise ValueError(f"optim.{name}: expected a part between 0 and 1, found {getattr(self, name)}")
         if not 0 < self.decay_ratio <= 1:
             raise ValueError(f"optim.decay_ratio: expected a part above 0, found {self.decay_ratio}")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"optim.warmup_ratio = {self.warmup_ratio} and decay_ratio = {self.decay_ratio}: "
+                "expected at most 1 together, so that wsd falls from its highest rate"
+            )
         for name in ("muon_momentum", "ema"):
             if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"optim.{name}: expected a number in [0, 1), found {getattr(self, name)}")

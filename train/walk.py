@@ -77,7 +77,7 @@ def draft_sample(
         inputs = block_inputs(target.embedding_VD, token, size, drafter.spec.mask_token_id)
         # Blocks keep their full size at the span's end: a shorter one would draft other tokens in full layers.
         output_AKD = drafter.draft(inputs, context, blocks)
-        drafted.append((output_AKD[:, 1:] @ target.head_VD.T).argmax(dim=-1).cpu().numpy())
+        drafted.append((output_AKD[:, 1:].to(target.head_VD.dtype) @ target.head_VD.T).argmax(dim=-1).cpu().numpy())
     token_AK = np.concatenate(drafted)
     slot_K = np.arange(1, size)
     inside_AK = slot_K <= room_A[:, None]
