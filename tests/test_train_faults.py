@@ -177,6 +177,31 @@ def test_a_torn_checkpoint_is_passed_over(
         train(config_of(run, cache))
 
 
+def test_a_new_checkpoint_outlives_newer_ones_that_were_passed_over(cache: Path, run: Path) -> None:
+    """Torn ones at steps 4 and 6 are not among the newest that are kept."""
+    for step in (4, 6):
+        os.truncate(run / "checkpoints" / f"step-{step:08d}" / checkpoint.MODEL, 1000)
+    files = State.of(drafter(), OptimConfig()).files()
+    checkpoint.save(run / "checkpoints", 3, files, {}, keep=1)
+    found, passed = checkpoint.newest(run / "checkpoints")
+    assert found is not None and found.step == 3 and len(passed) == 2
+    assert not (run / "checkpoints" / "step-00000002").exists()
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = State.of(drafter(), OptimConfig()).files()
+    checkpoint.save(tmp_path, 1, files, {}, keep=1)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "publish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 1, files, {}, keep=1)
+    checkpoint.clean(tmp_path)
+    assert checkpoint.at_step(tmp_path, 1).step == 1 and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("line", [b"[]", b"{}", b"\x00\xff", b'{"step": "4"}', b""])
 def test_metrics_that_are_not_steps(line: bytes, cache: Path, run: Path, six: Path) -> None:
     path = run / "metrics.jsonl"

@@ -21,7 +21,7 @@ from dflash_offline.train import checkpoint
 FOREVER = ["--optim.max-steps", "100000", "--optim.epochs", "100000"]
 
 
-def test_uneven_data_hang_no_rank_and_drift_is_found(tmp_path: Path) -> None:
+def test_uneven_data_hang_no_rank_and_ranks_that_differ_are_found(tmp_path: Path) -> None:
     """B62, B80: 10, 7, 2 and 1 samples on three ranks that take two rows a step each; some rows hold nothing."""
     unsupervised = (np.arange(80, dtype=np.int32), np.array([0] * 60 + [1] * 20, np.uint8))  # after the cut
     no_anchor = (np.arange(30, dtype=np.int32), np.eye(30, dtype=np.uint8)[7])
@@ -35,8 +35,9 @@ def test_uneven_data_hang_no_rank_and_drift_is_found(tmp_path: Path) -> None:
         cache = make_cache(tmp_path / f"cache{count}", samples).path
         runs.append([["--cache", cache, "--run-dir", tmp_path / f"{count}-{world}", *flags] for world in (1, 3)])
     drift = ["drift", *runs[0][1], "--run-dir", tmp_path / "drift"]
+    others = ["cache", tmp_path / "cache2", *runs[3][1], "--run-dir", tmp_path / "others"]
     begun = time.monotonic()
-    finish(3, *(both[1] for both in runs), drift)
+    finish(3, *(both[1] for both in runs), drift, others, ["stale", *runs[3][1]])
     assert time.monotonic() - begun < 60
     finish(1, *(both[0] for both in runs))
     for count in (10, 7, 2, 1):

@@ -27,6 +27,7 @@ from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash, publish, read_json, write_json
 
 MODEL, OPTIMIZER, EMA, STATE = "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
+_REPLACED = ".old"
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,18 @@ def save(
             write_tensors(temporary / name, tensors)
         hashes = {name: file_hash(temporary / name) for name in files}
         write_json(temporary / STATE, {**facts, "step": step, "files": hashes})
-        _remove(final)
+        replaced = root / f".{final.name}{_REPLACED}"
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.replace(replaced)
         publish(temporary, final)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise RunError(f"{final}: not written: {error}; older checkpoints are kept, rerun to go on from them") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in _folders(root)[keep:]:
+    # Newer ones were passed over; counted as kept, they would cost this one.
+    for old in [folder for folder in _folders(root) if _step(folder) <= step][keep:]:
         if _step(old) != best:
             _remove(old)
     return final
@@ -128,7 +134,10 @@ def states(root: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def clean(root: Path) -> None:
-    """Remove what a killed process left half written. Only before this process writes itself."""
+    """Remove what a killed process left half written. Only before anything is read or written here."""
+    for replaced in root.glob(f".step-*{_REPLACED}"):  # whole; killed between two renames, it has no successor
+        if not (final := root / replaced.name[1:].removesuffix(_REPLACED)).exists():
+            replaced.replace(final)
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -184,8 +193,7 @@ def _step(folder: Path) -> int:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint so that no moment shows a part of it under its name."""
-    if folder.exists():
-        hidden = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(hidden, ignore_errors=True)
-        folder.replace(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    hidden = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.replace(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from dflash_offline.shards.errors import RunError
+from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import write_json
 from dflash_offline.train import checkpoint, parallel
 from dflash_offline.train.checkpoint import Checkpoint
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import first_drafter
-from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, hold
+from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, say
 from dflash_offline.train.loss import Objective, block_loss
@@ -37,6 +37,7 @@ def train(config: TrainConfig) -> int:
         with hold(config.run_dir) if ranks.first else nullcontext():
             if ranks.first:
                 claim(config.run_dir, config, job.identity)
+                checkpoint.clean(config.run_dir / CHECKPOINTS)
             ranks.wait()
             try:
                 code = _train(job, ranks, stop)
@@ -148,12 +149,16 @@ def _learn(
 
 def _resume(job: Job, ranks: Ranks, state: State) -> Checkpoint | None:
     """Restore the newest complete checkpoint and return it."""
-    root = job.config.run_dir / CHECKPOINTS
-    found, passed = checkpoint.newest(root)
+    found, passed = checkpoint.newest(job.config.run_dir / CHECKPOINTS)
     if ranks.first:
-        checkpoint.clean(root)
         for reason in passed:
             say(f"passed over an incomplete checkpoint: {reason}")
+    first, cache = found.step if found else 0, job.cache.fingerprint
+    if not ranks.same([facts(job.config, job.identity), job.steps, first]):
+        raise UsageError(
+            f"rank {ranks.rank}: differs from the other ranks: its newest checkpoint is of step {first} of "
+            f"{job.steps}, its cache {cache}; expected the same caches, settings and run folder on every host"
+        )
     if found is not None:
         state.restore(found)
     return found

@@ -4,11 +4,13 @@ A step's rows are dealt to the ranks, each of which sums the gradients of its ow
 gradients and one the counts. Nothing else is exchanged, so a rank whose rows hold nothing simply adds zeros.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,11 @@ class Ranks:
         # Equal where the largest is the smallest; ~x orders the other way round without overflow.
         high, low = self._reduce(torch.stack([tensor, ~tensor]), dist.ReduceOp.MAX)
         return bool((high == ~low).all())
+
+    def same(self, value: Any) -> bool:
+        """Whether all ranks have the same value, as JSON. Every rank must call it."""
+        digest = blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+        return self.agree(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device))
 
     def wait(self) -> None:
         """Until every rank is here. torchrun ends the others when one leaves with a code, so they leave together."""
