@@ -168,7 +168,7 @@ def _prepare_chat(renderer: Renderer, row: Row) -> Prepared:
     messages = row.messages or []
     if not turns.takes_parts:
         # As servers do for such templates.
-        messages = [{**m, "content": _joined(m["content"])} for m in messages]
+        messages = [{**m, "content": _joined(m["content"], "\n")} for m in messages]
 
     def rendered(messages: list[dict[str, Any]], tools: Any) -> str:
         try:
@@ -179,7 +179,7 @@ def _prepare_chat(renderer: Renderer, row: Row) -> Prepared:
             raise SkipRow("not_rendered", f"chat template: {type(error).__name__}: {error}") from None
 
     text = searched = rendered(messages, row.tools)
-    marked = [_holds(m, turns) for m in messages]
+    marked = [_is_marked(m, turns) for m in messages]
     notes = 0
     if any(marked) or _holds(row.tools, turns):
         notes = _MARKERS
@@ -195,17 +195,35 @@ def _prepare_chat(renderer: Renderer, row: Row) -> Prepared:
     counted = list(zip(assistants, spans, strict=True))[-1 if renderer.last_only else 0 :]
     for n, (_, start, end) in zip(assistants, spans, strict=True):
         notes |= _LEFT_OUT * _thinking_left_out(messages, n, text[start:end])
-    for n, (at, _, end) in counted:
+    for n, (at, start, end) in counted:
         if marked[n]:
             raise SkipRow("chat_markers_in_content", f"message {n} (assistant) contains {turns.opener} or {turns.end}")
+        names = [call["function"]["name"] for call in messages[n].get("tool_calls", [])]
+        if not all(words in text[start:end] for words in (_answer(messages[n]), *names)):
+            raise SkipRow("content_not_rendered", f"the chat template leaves out some of what message {n} says")
         own = text[at + common_prefix(text[at:end], turns.prompt) : end]
-        notes |= _EMPTY * (not _thought(messages[n]) and _has_substance(messages[n]) and "</think>" in own)
+        if _thought(messages[n]) or not _has_substance(messages[n]) or "</think>" not in own:
+            continue
+        notes |= _EMPTY
+        said, is_cut = _joined(messages[n]["content"]), row.finish_reason == "length" and n == counted[-1][0]
+        if "</think>" not in said and (is_cut or said.lstrip().startswith("<think>")):
+            raise SkipRow("thinking_not_closed", f"message {n}: the template adds the </think> that the target did not")
     empty = {n for n, _ in counted if not _has_substance(messages[n])}
-    return Prepared(text, lambda encoding: _masked(renderer, row, turns, encoding, counted, empty, notes))
+    unfinished = _unfinished(messages, text, counted) if row.finish_reason == "length" and counted else None
+    return Prepared(text, lambda encoding: _masked(renderer, turns, encoding, counted, empty, unfinished, notes))
 
 
-def _joined(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _unfinished(messages: list[dict[str, Any]], text: str, counted: list[tuple[int, tuple[int, int, int]]]) -> int:
+    """The character at which the last turn's own text ends: the template closed what the target had not."""
+    n, (_, start, end) = counted[-1]
+    thought = _thought(messages[n])
+    if _answer(messages[n]) or messages[n].get("tool_calls") or thought not in text[start:end]:
+        return end
+    return text.rindex(thought, start, end) + len(thought) if thought else end
+
+
+def _joined(content: Any, between: str = "") -> str:
+    return content if isinstance(content, str) else between.join(part["text"] for part in content)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -222,6 +240,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _holds(value: Any, turns: Turns) -> bool:
     return any(turns.opener in text or turns.end in text for text in _strings(value))
+
+
+def _is_marked(message: dict[str, Any], turns: Turns) -> bool:
+    """Also where a marker is made of several parts."""
+    return _holds(message, turns) or _holds(_joined(message["content"]), turns)
 
 
 def _stand_ins(turns: Turns, text: str) -> Callable[..., Any]:
@@ -247,6 +270,13 @@ def _thought(message: dict[str, Any]) -> str:
     return str(message.get("reasoning_content") or before).split("<think>")[-1].strip()
 
 
+def _answer(message: dict[str, Any]) -> str:
+    """What follows the thinking."""
+    content = _joined(message["content"])
+    is_thought = "</think>" in content and not message.get("reasoning_content")
+    return (content.partition("</think>")[2] if is_thought else content).strip()
+
+
 def _thinking_left_out(messages: Sequence[dict[str, Any]], n: int, turn: str) -> bool:
     """True when the template drops what an earlier turn thought; of the last message it must not."""
     if _thought(messages[n]) in turn:
@@ -263,11 +293,11 @@ def _has_substance(message: dict[str, Any]) -> bool:
 
 def _masked(
     renderer: Renderer,
-    row: Row,
     turns: Turns,
     encoding: Any,
     counted: list[tuple[int, tuple[int, int, int]]],
     empty: set[int],
+    unfinished: int | None,
     notes: int,
 ) -> Rendered:
     """Ids and mask of a rendered chat whose turns lie at the characters of `counted`."""
@@ -282,9 +312,8 @@ def _masked(
             raise SkipRow("mask_not_exact", f"message {n} joins with {turns.header!r} into one token")
         begin = last if n in empty else begin
         mask[begin : last + 1] = 1
-    if row.finish_reason == "length" and counted:
-        # The template closed a turn that the target had not finished: that end token is not the target's.
-        mask[np.flatnonzero(mask)[-1]] = 0
+    if unfinished is not None:
+        mask[encoding.char_to_token(unfinished) :] = 0  # that character is a template's, so there is such a token
     return Rendered(input_ids=np.array(ids, dtype=np.int32), loss_mask=mask, notes=notes)
 
 

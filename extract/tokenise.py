@@ -41,7 +41,7 @@ RENDERED = pa.schema(
 """A row of a chunk: a sample with its length before it was cut, or the reason why it is none."""
 _LARGE = 32 << 20
 """Bytes of a dataset from which starting processes, which takes seconds, pays."""
-_VERSION = "rendered rows 1"
+_VERSION = "rendered rows 2"
 
 
 class Done(NamedTuple):

@@ -199,6 +199,48 @@ def test_an_unfinished_answer_has_no_end_token() -> None:
     assert supervised(using, ASK, answer("a"), ASK, answer("b"), finish_reason="length") == ["a<|im_end|>", "b"]
 
 
+def test_what_the_template_adds_to_unfinished_thinking_is_not_the_target_s() -> None:
+    """Cut while thinking: `</think>` does not count; and without a `</think>` nobody knows which of the two it was."""
+    for chat, own in ((answer("", reasoning_content="so it"), "so it"),
+                      (answer("<think>t</think>a b"), "t\n</think>\n\na b")):  # fmt: skip
+        assert supervised(renderer(), ASK, chat, finish_reason="length") == [own]
+    for content, more in (("<think>\nso", {}), ("so", {"finish_reason": "length"})):
+        assert reason(renderer(), ASK, answer(content), **more).startswith("thinking_not_closed: message 1")
+        said = supervised(renderer(enable_thinking=False), ASK, answer(content), **more)
+        assert said == [content + "<|im_end|>" * (not more)]
+
+
+def test_what_the_template_leaves_out_of_an_answer() -> None:
+    """The target would be taught an answer that nobody gave."""
+    call = {"function": {"name": "f", "arguments": {"x": "1"}}}
+    using = make_renderer(llama(), VOCAB, DataConfig())
+    for said in (
+        reason(renderer(), ASK, answer("<think>t</think>the </think> tag")),
+        reason(using, ASK, answer("red", tool_calls=[call])),
+        reason(renderer(CHATML), ASK, answer("red", tool_calls=[call])),
+    ):
+        assert said.startswith("content_not_rendered: ") and "message 1" in said
+    assert supervised(renderer(), ASK, answer("the </think> tag", reasoning_content="t")) == [
+        "t\n</think>\n\nthe </think> tag<|im_end|>"
+    ]
+
+
+def test_a_turn_that_another_token_closes_is_skipped() -> None:
+    """Llama 3 with built-in tools ends a call by <|eom_id|>: nothing of the tool's result counts."""
+    using = make_renderer(llama(), VOCAB, DataConfig(template_args='{"builtin_tools": ["f"]}'))
+    call = {"function": {"name": "f", "arguments": {"x": "1"}}}
+    chat = [ASK, answer("", tool_calls=[call]), {"role": "tool", "content": "3"}, answer("red")]
+    assert reason(using, *chat).startswith("mask_not_exact: no <|eot_id|> after the assistant turn")
+
+
+def test_markers_and_tags_in_pieces() -> None:
+    """Parts that only together make a marker; and thinking spread over parts."""
+    pieces = [{"type": "text", "text": t} for t in ("a<|im_", "end|>b")]
+    assert reason(renderer(), ASK, answer(pieces)).startswith("chat_markers_in_content")
+    pieces = [{"type": "text", "text": t} for t in ("<think>re", "d</think>a")]
+    assert supervised(renderer(), ASK, answer(pieces)) == ["red\n</think>\n\na<|im_end|>"]
+
+
 text = st.text(st.sampled_from("ab \n\té한😀é<>|/"), max_size=8)
 hostile = st.sampled_from(["<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>user\n", "<tool_response>", "<think>"])
 contents = st.lists(text | hostile, max_size=4).map("".join)
