@@ -242,7 +242,7 @@ def test_export_refuses_other_folders_and_damage(tmp_path: Path, capsys: pytest.
 def test_two_exports_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cache(tmp_path / "c", samples=3)
     out = tmp_path / "e"
-    out.mkdir()
+    assert shards(capsys, "export", tmp_path / "c", "--out", out, "--limit", 1)[0] == 0
     with (out / ".lock").open("a+") as lock:
         take_lock(lock, out)
         (out / "a.safetensors.1.tmp").touch()  # what the other one is writing

@@ -52,7 +52,7 @@ def _claim(out: Path) -> Iterator[None]:
     """Make the folder and hold it for this process. Raises UsageError when it is another's, or holds other things."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        there = sorted(p.name for p in out.iterdir() if p.name != LOCK and p.suffix != ".tmp")
+        there = sorted(p.name for p in out.iterdir() if p.name != LOCK and not p.match(f"{INDEX}.*.tmp"))
         if there and INDEX not in there:
             raise UsageError(f"{out}: holds {there[0]} and no {INDEX}; choose an empty or new folder")
         lock = (out / LOCK).open("a+")
@@ -60,7 +60,7 @@ def _claim(out: Path) -> Iterator[None]:
         raise UsageError(f"{out}: {error.strerror}; expected a folder that can be written") from None
     with lock:
         take_lock(lock, out)
-        for leftover in out.glob("*.tmp"):
+        for leftover in (*out.glob(f"{INDEX}.*.tmp"), *out.glob("*.safetensors.*.tmp")):
             leftover.unlink()
         yield
 
