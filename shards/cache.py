@@ -27,7 +27,7 @@ from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash, is_locked
 from dflash_offline.shards.frames import allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
-from dflash_offline.shards.layout import frame_ranges, read_range, read_sample, read_trailer
+from dflash_offline.shards.layout import frame_ranges, ids_and_mask, read_range, read_sample, read_trailer
 from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.sample import Encoded, Sample, unpack_sample
 
@@ -166,10 +166,7 @@ class Cache:
         row = self.row(number)
         try:
             batch = self.read_batch(row, self._scratch_bytes(row["length"]))
-            ids = np.array(batch.column("input_ids").values, dtype=np.int32)
-            mask = np.array(batch.column("loss_mask").values, dtype=np.uint8)
-            if len(ids) != len(mask) or sample_key(ids, mask) != row["key"]:
-                raise CorruptError("holds another sample than the index says")
+            ids, mask = (values.copy() for values in tokens_of(row, batch))
             frames = _buffers(batch.column("frames"))
             last = _buffers(batch.column("last_frames")) if self.manifest.last_hidden else []
             return unpack_sample(row["key"], ids, mask, frames, last, self.codec, allocate)
@@ -239,6 +236,14 @@ class Cache:
         with self._lock:
             while self._files:
                 os.close(self._files.popitem()[1])
+
+
+def tokens_of(row: dict[str, Any], batch: pa.RecordBatch) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """Ids [T] and mask [T] in the batch's memory. Raises CorruptError when they are not those of the index row."""
+    ids, mask = ids_and_mask(batch)
+    if sample_key(ids, mask) != row["key"]:
+        raise CorruptError("holds another sample than the index says")
+    return ids, mask
 
 
 def _buffers(column: pa.Array) -> list[memoryview]:

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import xxhash
+from numpy.typing import NDArray
 
 from dflash_offline.shards.errors import CorruptError
 
@@ -174,7 +175,10 @@ def read_schema(file: BinaryIO, trailer: Trailer, name: str) -> pa.Schema:
     data = os.pread(file.fileno(), first.length, first.offset)
     if xxhash.xxh3_64_intdigest(data) != first.xxh3:
         raise CorruptError(f"{name}: schema message: checksum differs")
-    schema = pa.ipc.read_schema(pa.py_buffer(data))
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(data))
+    except _BROKEN as error:  # its hash is right, so it was written so
+        raise CorruptError(f"{name}: schema message: {str(error).splitlines()[0]}") from None
     if not any(schema.remove_metadata().equals(sample_schema(last)) for last in (False, True)):
         raise CorruptError(f"{name}: columns are {schema.names}, expected {SAMPLE_SCHEMA.names}")
     return schema
@@ -192,6 +196,16 @@ def read_sample(message: bytes | memoryview, last_hidden: bool) -> pa.RecordBatc
         if column.offsets.to_pylist() != [0, len(column.values)]:
             raise CorruptError("not a sample: a list that is not all of its values")
     return batch
+
+
+def ids_and_mask(batch: pa.RecordBatch) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """A sample's ids [T] and mask [T], in the batch's memory. Raises CorruptError for what no writer of ours stores."""
+    ids, mask = (batch.column(name).values.to_numpy() for name in ("input_ids", "loss_mask"))
+    if len(ids) != len(mask) or not len(ids):
+        raise CorruptError(f"{len(ids)} ids and a mask of {len(mask)}; expected as many, at least one")
+    if ids.min() < 0 or mask.max() > 1:
+        raise CorruptError(f"ids from {ids.min()}, a mask up to {mask.max()}; expected ids from 0, a mask of 0 and 1")
+    return ids, mask
 
 
 def _read_batch(message: pa.ipc.Message, schema: pa.Schema) -> pa.RecordBatch:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dflash_offline.shards import manifest
 from dflash_offline.shards.errors import CorruptError
-from dflash_offline.shards.layout import IDENTITY, read_sample, read_schema, read_trailer, salvaged
+from dflash_offline.shards.layout import IDENTITY, ids_and_mask, read_sample, read_schema, read_trailer, salvaged
 from dflash_offline.shards.manifest import Manifest, ShardInfo
 from dflash_offline.shards.verify import read_message
 from dflash_offline.shards.writer import Identity, ShardWriter
@@ -97,7 +97,7 @@ def _rewrite(path: Path, info: Manifest, task: str, sound: Iterable[tuple[dict[s
     with ShardWriter(path, task=task, metadata=metadata, last_hidden=info.last_hidden) as writer:
         for row, data in sound:
             batch = read_sample(data, info.last_hidden)
-            ids, mask = (batch.column(name).values.to_numpy() for name in ("input_ids", "loss_mask"))
+            ids, mask = ids_and_mask(batch)
             names = ("frames", "last_frames")[: 1 + info.last_hidden]
             frames = [[frame.as_py() for frame in batch.column(name).values] for name in names]
             writer.append(Identity(**{f.name: row[f.name] for f in IDENTITY}), ids, mask, *frames)

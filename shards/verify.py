@@ -23,7 +23,15 @@ from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import FRAME_TOKENS
 from dflash_offline.shards.keys import eligible_anchors, last_positions, prompt_key, sample_key
-from dflash_offline.shards.layout import IDENTITY, frame_ranges, read_range, read_sample, read_schema, read_trailer
+from dflash_offline.shards.layout import (
+    IDENTITY,
+    frame_ranges,
+    ids_and_mask,
+    read_range,
+    read_sample,
+    read_schema,
+    read_trailer,
+)
 from dflash_offline.shards.manifest import Manifest, ShardInfo
 
 ASIDE = (".torn", ".foreign")
@@ -273,11 +281,7 @@ def _frame_names(row: dict[str, Any]) -> list[str]:
 
 def _content_faults(data: memoryview, row: dict[str, Any], last_hidden: bool) -> Iterator[str]:
     batch = read_sample(data, last_hidden)
-    ids = batch.column("input_ids").values.to_numpy()
-    mask = batch.column("loss_mask").values.to_numpy()
-    if len(ids) != len(mask):
-        yield f"{len(ids)} ids and a mask of {len(mask)}"
-        return
+    ids, mask = ids_and_mask(batch)
     found = {
         **{field.name: batch.column(field.name)[0].as_py() for field in IDENTITY},
         "key": sample_key(ids, mask),

@@ -27,6 +27,7 @@ from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.calibration import CODEC_FILE
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
+from dflash_offline.shards.keys import sample_key
 from dflash_offline.shards.layout import END_OF_STREAM, INDEX_SCHEMA, Message, Trailer, pack_trailer, read_trailer
 from dflash_offline.shards.manifest import Manifest
 from dflash_offline.shards.repair import repair
@@ -237,6 +238,18 @@ def forgeries(forge: Forge) -> Iterator[tuple[str, Callable[[], None]]]:
     for values in [(0, HUGE, 2 * HUGE), (0, -a, b), (0, a, HUGE), (-8, a, a + b), (0, a + b, a)]:
         message = first.replace(cuts, struct.pack("<qqq", *values))
         yield f"frame cuts {values}", lambda m=message: forge.write([plain[0], m, *plain[2:]])
+    yield "schema", lambda: forge.write([b"\xff" * 64, *plain[1:]])
+    yield "schema of another table", lambda: forge.write([INDEX_SCHEMA.serialize().to_pybytes(), *plain[1:]])
+    sample = pa.ipc.read_record_batch(first, pa.ipc.read_schema(pa.py_buffer(plain[0])))
+    for column, value in [("input_ids", -1), ("loss_mask", 2)]:
+        columns = {name: sample.column(name).to_pylist() for name in sample.schema.names}
+        columns[column][0][-1] = value
+        key = sample_key(np.array(columns["input_ids"][0], np.int32), np.array(columns["loss_mask"][0], np.uint8))
+        columns["key"] = [key]
+        arrays = [pa.array(columns[f.name], f.type) for f in sample.schema]
+        message = pa.record_batch(arrays, schema=sample.schema).serialize().to_pybytes()
+        keyed = [rows[0] | {"key": key}, *rows[1:]]
+        yield f"{column} with a {value}", lambda m=message, r=keyed: forge.write([plain[0], m, *plain[2:]], r)
     names = index.build([(forge.info.shards[0], forge.trailer)])
     coder, zeros = zstandard.ZstdCompressor().compressobj(size=1 << 30), bytes(1 << 20)
     bomb = b"".join([coder.compress(zeros) for _ in range(1 << 10)]) + coder.flush()
@@ -263,8 +276,7 @@ def forgeries(forge: Forge) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"{codec} trailer batch of 64 MiB", lambda p=packed: forge.file(forge.trailer_of(p), rows)
         packed = stream(forge.trailer.index, codec)
         yield f"{codec} trailer batch", lambda p=packed: forge.file(forge.trailer_of(p), rows)
-    batch = pa.ipc.read_record_batch(first, pa.ipc.read_schema(pa.py_buffer(plain[0])))
-    message = stream(pa.Table.from_batches([batch]), "zstd", header=False)
+    message = stream(pa.Table.from_batches([sample]), "zstd", header=False)
     yield "compressed sample", lambda: forge.write([plain[0], message, *plain[2:]])
     good = stream(forge.trailer.index)
     rng = random.Random(3)

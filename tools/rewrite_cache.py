@@ -17,19 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.task import CALIBRATION_TOKENS
 from dflash_offline.shards import calibration, codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, Entry, Part, build, claim, is_done
-from dflash_offline.shards.cache import TARGET_FOLDER, Cache
+from dflash_offline.shards.cache import TARGET_FOLDER, Cache, tokens_of
 from dflash_offline.shards.calibration import CODEC_FILE, Calibrated
 from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 from dflash_offline.shards.frames import encode_frames
-from dflash_offline.shards.keys import keys_hash, sample_key
+from dflash_offline.shards.keys import keys_hash
 from dflash_offline.shards.layout import IDENTITY
 from dflash_offline.shards.manifest import CodecInfo, Manifest
 from dflash_offline.shards.sample import Sample
@@ -290,10 +289,7 @@ def _copied(pick: Pick) -> Entry:
     source, row = pick.source, pick.source.row(pick.number)
     try:
         batch = source.read_batch(row)
-        ids = np.array(batch.column("input_ids").values, dtype=np.int32)
-        mask = np.array(batch.column("loss_mask").values, dtype=np.uint8)
-        if len(ids) != len(mask) or sample_key(ids, mask) != pick.key:
-            raise CorruptError("holds another sample than the index says")
+        ids, mask = tokens_of(row, batch)
     except CorruptError as error:
         raise CorruptError(f"{source.path / row['shard']}: row {row['row']}, sample {pick.key}: {error}") from None
     last = batch.column("last_frames").values.to_pylist() if source.manifest.last_hidden else []
