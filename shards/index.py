@@ -68,7 +68,7 @@ def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
     hint = "rerun the same `dflash-extract run` to rebuild it"
     if not path.is_file():
         raise CorruptError(f"{path}: missing; {hint}")
-    if file_hash(path) != info.index["xxh3"]:
+    if file_hash(path) != info.index.get("xxh3"):
         raise CorruptError(f"{path}: changed or cut ({path.stat().st_size} bytes); {hint}")
     try:
         table = pq.read_table(path, columns=None if ranges else [n for n in SCHEMA.names if not n.startswith("frame_")])
@@ -78,8 +78,8 @@ def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
     table = table.replace_schema_metadata()
     if not table.schema.equals(pa.schema([SCHEMA.field(name) for name in table.schema.names])):
         raise CorruptError(f"{path}: columns are {table.schema.names}, expected {SCHEMA.names}; {hint}")
-    if len(table) != info.index["rows"]:
-        raise CorruptError(f"{path}: {len(table)} rows, the manifest says {info.index['rows']}; {hint}")
+    if len(table) != info.index.get("rows"):
+        raise CorruptError(f"{path}: {len(table)} rows, the manifest says {info.index.get('rows')}; {hint}")
     numbers = [name for name in table.schema.names if table.schema.field(name).type in (pa.int32(), pa.int64())]
     if len(table) and any(table.column(name).null_count or pc.min(table.column(name)).as_py() < 0 for name in numbers):
         raise CorruptError(f"{path}: a negative number or none in one of {', '.join(numbers)}; {hint}")

@@ -5,13 +5,14 @@ checksum. `settings` holds every value that decides the bytes; a rerun with anot
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash_offline.shards.command import structure
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import read_json, seal, unseal, write_json
 
 FORMAT = 1
@@ -92,7 +93,7 @@ def dumps(manifest: Manifest) -> str:
 
 def loads(text: bytes, where: str) -> Manifest:
     """Inverse of `dumps`. Raises CorruptError."""
-    return structure(Manifest, unseal(text, where), where)
+    return _checked(structure(Manifest, unseal(text, where), where), where)
 
 
 def read(folder: Path) -> Manifest:
@@ -111,4 +112,17 @@ def read(folder: Path) -> Manifest:
         raise UsageError(f"{folder}: {what}; expected the output folder of `dflash-extract run`") from None
     if values.get("format") != FORMAT:
         raise UsageError(f"{path}: format {values.get('format')}, this build reads {FORMAT}; use the matching release")
-    return structure(Manifest, values, str(path))
+    return _checked(structure(Manifest, values, str(path)), str(path))
+
+
+def _checked(info: Manifest, where: str) -> Manifest:
+    """Refuses what no writer of ours stores. No name may lead out of the cache: repair moves files."""
+    copied = info.target.get("copied", {})
+    if not info.layer_ids or min(info.layer_ids) < 0 or info.hidden_size < 1:
+        raise CorruptError(f"{where}: layers {info.layer_ids} of {info.hidden_size}; expected some of at least 1")
+    if not isinstance(copied, dict) or any(Path(name).name != name for name in copied):
+        raise CorruptError(f"{where}: target.copied is {copied!r}; expected names of files with their hashes")
+    for shard in info.shards:
+        if not re.fullmatch(r"shards/[^/\0]+\.arrow", shard.name):
+            raise CorruptError(f"{where}: shards has {shard.name!r}; expected shards/NAME.arrow")
+    return info

@@ -121,7 +121,7 @@ def _records(job: _Job, found: dict[str, ShardInfo | None]) -> tuple[Manifest, p
     # A repair that was killed between the two has left the newer one in the index.
     fits = (i for i in candidates if all(found.get(Path(s.name).name) == s for s in i.shards))
     info = next(fits, candidates[0])
-    if own is not None and path.is_file() and file_hash(path) == own.index["xxh3"]:
+    if own is not None and path.is_file() and file_hash(path) == own.index.get("xxh3"):
         return info, index.load(folder, own, ranges=True)
     return info, _unverified(path) if info is carried else None
 

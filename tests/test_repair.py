@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from runs import arguments, extract, states, tree
 
 from dflash_offline.shards import index, manifest
 from dflash_offline.shards.cache import Cache
-from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.layout import is_salvaged
 from dflash_offline.shards.repair import Repaired, repair
 from dflash_offline.shards.verify import verify
@@ -36,6 +37,41 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, tmp_path / "c")
     return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": ["../precious.arrow"]},
+        {"shards": ["shards/../../precious.arrow"]},
+        {"shards": ["shards/\0.arrow"]},
+        {"target": {"copied": {"../precious.arrow": "0"}}},
+        {"target": {"copied": [1]}},
+        {"layer_ids": []},
+        {"hidden_size": 0},
+    ],
+)
+def test_a_manifest_that_leads_out_of_its_cache_is_refused(cache: Path, change: dict[str, object]) -> None:
+    precious = cache.parent / "precious.arrow"
+    precious.write_text("mine")
+    info = manifest.read(cache)
+    if "shards" in change:
+        more = [replace(info.shards[0], name=name, rows=0, task="ab" * 16) for name in change["shards"]]
+        change = {"shards": [*info.shards, *more]}
+    index.publish(cache, replace(info, **change), index.load(cache, info, ranges=True))
+    assert len(verify(cache, 1).faults) == 1
+    with pytest.raises(CorruptError, match=r"manifest\.json: (shards has|target.copied is|layers)"):
+        Cache(cache)
+    with pytest.raises(RunError, match="both lost or damaged"):
+        mended(cache)
+    assert precious.read_text() == "mine" and not list(cache.parent.glob("*.torn"))
+
+
+def test_a_complete_manifest_without_its_index_is_named(cache: Path) -> None:
+    manifest.write(cache, replace(manifest.read(cache), index={}))
+    with pytest.raises(CorruptError, match=r"index\.parquet: changed or cut"):
+        Cache(cache)
+    assert mended(cache)[0].lost == 0 and len(Cache(cache)) == 12
 
 
 def files(folder: Path) -> dict[str, bytes]:
