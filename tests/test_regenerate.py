@@ -16,7 +16,7 @@ from targets import tokenizer, write_rows
 from dflash_offline.extract.config import DataConfig
 from dflash_offline.extract.render import make_renderer
 from dflash_offline.shards.command import structure
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.tools.config import Regenerate
 from dflash_offline.tools.regenerate import regenerate
 
@@ -71,8 +71,18 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(503, {"error": "busy"})
         if word == "cut" and first:
             return self.connection.close()
+        if word == "half" and first:
+            self.send_response(200)
+            self.send_header("Content-Length", "500")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            return self.connection.close()
         if word == "down":
             return self.reply(500, {"error": "down"})
+        if word == "locked":
+            return self.reply(401, {"error": "no key"})
+        if word == "null":
+            return self.reply(200, {"choices": [{"message": None, "finish_reason": "stop"}]})
         if word == "toolong":
             return self.reply(400, {"error": "prompt of 9999 tokens"})
         if word == "odd":
@@ -134,11 +144,11 @@ def test_answers_are_made_side_by_side_and_go_into_a_plan(server: Server, tmp_pa
 def test_what_is_no_whole_answer_is_left_out_with_a_reason(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["fine", "busy", "cut", "tool", "long", "toolong", "odd", "empty", "filtered", "down"]
+    words = ["fine", "busy", "cut", "tool", "long", "toolong", "odd", "empty", "filtered", "down", "half", "null"]
     path = write_rows(tmp_path / "d.jsonl", *(chat(n, word) for n, word in enumerate(words)), {"x": 1})
     assert ask(server, tmp_path / "out.jsonl", path) == 3
     rows = {row["id"]: row for row in lines(tmp_path / "out.jsonl")}
-    assert rows.keys() == {"c0", "c1", "c2", "c3"}
+    assert rows.keys() == {"c0", "c1", "c2", "c3", "c10"}
     assert rows["c3"]["finish_reason"] == "tool_calls" and rows["c3"]["messages"][-1]["tool_calls"]
     skipped = {(s["line"], s["reason"]) for s in lines(tmp_path / "out.skipped.jsonl")}
     assert skipped == {
@@ -147,11 +157,12 @@ def test_what_is_no_whole_answer_is_left_out_with_a_reason(
         (7, "strange_answer"),
         (8, "empty_answer"),
         (9, "not_finished"),
-        (11, "wrong_keys"),
+        (12, "strange_answer"),
+        (13, "wrong_keys"),
     }
     assert "prompt of 9999 tokens" in (tmp_path / "out.skipped.jsonl").read_text()
     said = capsys.readouterr().out
-    assert "no answer after 3 tries: 500" in said and "read 11 rows, 0 were done, 4 answered by tiny" in said
+    assert "no answer after 3 tries: 500" in said and "read 13 rows, 0 were done, 5 answered by tiny" in said
     # A rerun asks again only what had no answer.
     server.asked.clear()
     assert ask(server, tmp_path / "out.jsonl", path) == 3 and len(server.asked) == 3
@@ -168,6 +179,11 @@ def test_a_killed_run_continues(server: Server, tmp_path: Path) -> None:
     server.asked.clear()
     assert ask(server, out, path) == 0 and len(server.asked) == 13
     assert sorted(row["id"] for row in lines(out)) == sorted(f"c{n}" for n in range(20))
+    with out.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(UsageError, match=r"out.jsonl line 21: not what regenerate writes"):
+        ask(server, out, path)
+    out.write_bytes(out.read_bytes()[:-3])
     before = out.stat().st_mtime_ns
     assert ask(server, out, path) == 0 and out.stat().st_mtime_ns == before
     with pytest.raises(UsageError, match=r"temperature was 0.0, now 0.7"):
@@ -206,3 +222,41 @@ def test_no_server_is_said_at_once(server: Server, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--server http://127.0.0.1:9/v1: no answer after 3 tries: .*refused"):
         ask(server, tmp_path / "o.jsonl", path, server="http://127.0.0.1:9/v1")
     assert list(tmp_path.iterdir()) == [path]
+    for url in ("nonsense", "http://127.0.0.1:x/v1"):
+        with pytest.raises(UsageError, match=f"--server {url}: "):
+            ask(server, tmp_path / "o.jsonl", path, server=url)
+
+
+def test_a_refusal_of_every_row_ends_the_run(server: Server, tmp_path: Path) -> None:
+    """No row is given up for a missing key or a server that is gone; what was answered is kept."""
+    path = write_rows(tmp_path / "d.jsonl", chat(0), chat(1, "locked"), *(chat(n, "down") for n in range(2, 30)))
+    with pytest.raises(RunError, match="401 Unauthorized"):
+        ask(server, tmp_path / "a.jsonl", path, concurrency=4)
+    assert [row["id"] for row in lines(tmp_path / "a.jsonl")] == ["c0"]
+    assert not lines(tmp_path / "a.skipped.jsonl")
+    write_rows(path, chat(0), *(chat(n, "down") for n in range(2, 30)))
+    server.asked.clear()
+    with pytest.raises(RunError, match="5 rows in a row, no answer after 3 tries"):
+        ask(server, tmp_path / "b.jsonl", path, concurrency=4)
+    assert [row["id"] for row in lines(tmp_path / "b.jsonl")] == ["c0"] and len(server.asked) < 60
+
+
+def test_answers_are_no_prompts(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OUT in the folder that is read; what was done is counted once, and only of the rows read."""
+    write_rows(tmp_path / "d.jsonl", *(chat(n) for n in range(5)))
+    for done in (0, 5):
+        assert ask(server, tmp_path / "o.jsonl", tmp_path) == 0
+        assert f"read 5 rows, {done} were done, {5 - done} answered" in capsys.readouterr().out
+    ask(server, tmp_path / "o.jsonl", tmp_path, data={"files": [str(tmp_path)], "limit": 2})
+    assert "read 2 rows, 2 were done, 0 answered" in capsys.readouterr().out
+    for name in ("o.jsonl.gz", "o.parquet", "."):
+        with pytest.raises(UsageError, match="expected the name of a JSONL file"):
+            ask(server, tmp_path / name, tmp_path)
+
+
+def test_nothing_follows_an_answer_that_was_cut(server: Server, tmp_path: Path) -> None:
+    two = chat(1, "long", {"role": "user", "content": "and"}, {"role": "assistant", "content": "old"})
+    path = write_rows(tmp_path / "d.jsonl", two)
+    assert ask(server, tmp_path / "o.jsonl", path, turns="all", keep_truncated=True) == 0
+    (row,) = lines(tmp_path / "o.jsonl")
+    assert len(row["messages"]) == 2 and row["finish_reason"] == "length"

@@ -14,19 +14,23 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import blake2b
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from dflash_offline.extract.dataset import Row, Skip, SkipRow, field_names, read_row, row_id
 from dflash_offline.extract.plan import skip_line
 from dflash_offline.extract.sources import read_chunks, with_files
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import read_json, take_lock, write_json
 from dflash_offline.tools.config import Regenerate
 
 _SAY_EVERY = 30.0
 _FINISHED = {"stop", "tool_calls"}
+_NOT_THIS_ROW = (401, 403, 404, 405)
+"""Refusals that every row would meet: a missing key, another address."""
 # The server is the user's own: a proxy meant for the internet would only be in the way.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -39,6 +43,8 @@ class Question(NamedTuple):
     key: str
     """Of its place and prompt: an answered question is not asked again."""
     row: Row
+    problem: str = ""
+    """Why it cannot be asked."""
 
 
 class Unanswered(Exception):
@@ -47,7 +53,12 @@ class Unanswered(Exception):
 
 def regenerate(args: Regenerate) -> int:
     """Answer every row; 3 when the server left some without an answer."""
+    if args.out.is_dir() or args.out.suffix in (".gz", ".zst", ".bz2", ".parquet", ".arrow"):
+        raise UsageError(f"--out {args.out}: expected the name of a JSONL file")
     data, skipped_path = with_files(args.data), args.out.with_suffix(".skipped.jsonl")
+    # A folder or pattern may find what an earlier run wrote.
+    own = {path.resolve() for path in (args.out, skipped_path, args.out.with_suffix(".settings.json"))}
+    data = replace(data, files=tuple(path for path in data.files if path.resolve() not in own))
     model = args.model or _model(args)
     counts: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -60,24 +71,30 @@ def regenerate(args: Regenerate) -> int:
         _compare(args, model)
         answered, left_out = (_reopen(path, stack) for path in (args.out, skipped_path))
         done = _keys(args.out) | _keys(skipped_path)
-        counts["before"] = len(done)
         pool = stack.enter_context(ThreadPoolExecutor(args.concurrency))
         waiting: dict[Future[dict[str, Any]], Question] = {}
         said = start = time.monotonic()
+        silent = 0
 
         def collect(all_of_them: bool) -> None:
+            nonlocal silent
             ready, _ = wait(waiting, return_when="ALL_COMPLETED" if all_of_them else FIRST_COMPLETED)
             for future in ready:
                 question = waiting.pop(future)
+                silent += 1
                 try:
                     _write(answered, future.result())
                     counts["answered"] += 1
+                    silent = 0
                 except SkipRow as why:
                     skip(question, why)
+                    silent = 0
                 except Unanswered as why:
                     counts["unanswered"] += 1
                     if counts["unanswered"] == 1:
                         print(f"{question.source} line {question.number + 1}: {why}; a rerun asks again", flush=True)
+                    if silent > args.concurrency:
+                        raise RunError(f"--server {args.server}: {silent} rows in a row, {why}; rerun later") from None
 
         def skip(question: Question, why: SkipRow) -> None:
             counts[why.reason] += 1
@@ -89,11 +106,12 @@ def regenerate(args: Regenerate) -> int:
             for question in _questions(args, data):
                 counts["rows"] += 1
                 if question.key in done:
+                    counts["before"] += 1
                     continue
-                if isinstance(question.row.messages, list) and question.row.messages:
+                if question.row.messages:
                     waiting[pool.submit(_answer, args, model, question)] = question
                 else:
-                    skip(question, SkipRow("wrong_keys", question.row.text or "no messages to answer"))
+                    skip(question, SkipRow("wrong_keys", question.problem or "no messages to answer"))
                 if len(waiting) >= 2 * args.concurrency:
                     collect(False)
                 if time.monotonic() - said > _SAY_EVERY:
@@ -108,6 +126,9 @@ def regenerate(args: Regenerate) -> int:
             os._exit(130)  # the threads wait for the server, which may take an hour
         finally:
             pool.shutdown(cancel_futures=True)
+            for future in waiting:  # after an error: what came meanwhile is kept
+                if not future.cancelled() and future.exception() is None:
+                    _write(answered, future.result())
     known = ("rows", "before", "answered")
     rest = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason not in known) or "none"
     read, before, answers = (counts[name] for name in known)
@@ -149,8 +170,14 @@ def _reopen(path: Path, stack: ExitStack) -> BinaryIO:
 
 
 def _keys(path: Path) -> set[str]:
+    keys = set()
     with path.open("rb") as file:
-        return {json.loads(line)["regenerated"]["key"] for line in file}
+        for number, line in enumerate(file, 1):
+            try:
+                keys.add(json.loads(line)["regenerated"]["key"])
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{path} line {number}: not what regenerate writes; remove the line") from None
+    return keys
 
 
 def _write(file: BinaryIO, row: dict[str, Any]) -> None:
@@ -162,14 +189,18 @@ def _questions(args: Regenerate, data: Any) -> Iterator[Question]:
     names = field_names(data.fields)
     for chunk in read_chunks(data.files, data.limit, data.shuffle_seed):
         for number, values in zip(chunk.numbers, chunk.values(), strict=True):
+            problem = ""
             try:
+                if chunk.columns:  # may hold dates and bytes
+                    values = json.loads(json.dumps(values, default=str))
                 if isinstance(values, dict) and names["response"] and not any(values.get(n) for n in names["response"]):
                     values = {**values, names["response"][0]: ""}  # a prompt alone is all that is needed
                 row = read_row(values, names)
             except (SkipRow, RecursionError) as why:
-                row = Row(id=row_id(values, names), text=str(getattr(why, "detail", why)))
-            place = json.dumps([chunk.source, number, row.messages, row.tools, row.text], sort_keys=True)
-            yield Question(chunk.source, number, blake2b(place.encode(), digest_size=16).hexdigest(), row)
+                row, problem = Row(id=row_id(values, names)), str(getattr(why, "detail", why))
+            asked = [chunk.source, number, row.messages, row.tools, row.text or problem or None]
+            key = blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16).hexdigest()
+            yield Question(chunk.source, number, key, row, problem)
 
 
 def _answer(args: Regenerate, model: str, question: Question) -> dict[str, Any]:
@@ -195,6 +226,8 @@ def _answer(args: Regenerate, model: str, question: Question) -> dict[str, Any]:
         if finish == "length" and not args.keep_truncated:
             raise SkipRow("truncated", f"an answer of more than {args.max_tokens} tokens")
         messages.append(message)
+        if finish == "length":
+            break  # nothing follows what was cut
     return {
         "id": row.id,
         "messages": messages,
@@ -218,13 +251,16 @@ def _ask(args: Regenerate, model: str, messages: list[dict[str, Any]], tools: An
     reply = _call(args, "chat/completions", body | {name: value for name, value in optional.items() if value})
     try:
         choice = reply["choices"][0]
-        given, finish = choice["message"], str(choice["finish_reason"])
-    except (KeyError, IndexError, TypeError):
+        given, finish = dict(choice["message"]), str(choice["finish_reason"])
+        reasoning = given.get("reasoning_content") or given.get("reasoning") or ""
+        content, calls = given.get("content") or "", given.get("tool_calls") or []
+        if not (isinstance(content, str) and isinstance(reasoning, str) and isinstance(calls, list)):
+            raise TypeError
+    except (KeyError, IndexError, TypeError, ValueError):
         raise SkipRow("strange_answer", f"{str(reply)[:200]!r}") from None
-    reasoning = given.get("reasoning_content") or given.get("reasoning")
-    message = {"role": "assistant", "content": given.get("content") or ""}
+    message = {"role": "assistant", "content": content}
     message |= {"reasoning_content": reasoning} if reasoning else {}
-    message |= {"tool_calls": given["tool_calls"]} if given.get("tool_calls") else {}
+    message |= {"tool_calls": calls} if calls else {}
     if finish not in (*_FINISHED, "length"):
         raise SkipRow("not_finished", f"finish_reason {finish!r}")
     if finish != "length" and not message["content"] and "tool_calls" not in message:
@@ -247,7 +283,7 @@ def _model(args: Regenerate) -> str:
     """The model that the server serves. Raises UsageError when there is no such server."""
     try:
         models = [m["id"] for m in _call(args, "models", None)["data"]]
-    except (Unanswered, SkipRow, KeyError, TypeError) as error:
+    except (Unanswered, SkipRow, RunError, KeyError, TypeError) as error:
         raise UsageError(f"--server {args.server}: {error}; expected an OpenAI-compatible server, as vLLM's") from None
     if len(models) != 1:
         raise UsageError(f"--server {args.server} serves {len(models)} models; name one with --model: {models[:5]}")
@@ -255,7 +291,9 @@ def _model(args: Regenerate) -> str:
 
 
 def _call(args: Regenerate, path: str, body: dict[str, Any] | None) -> Any:
-    """The server's reply. Raises SkipRow for a request that it refuses, Unanswered when tries or patience end."""
+    """The server's reply. Raises SkipRow for a request that it refuses, RunError when it would refuse every one, and
+    Unanswered when tries or patience end.
+    """
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -264,14 +302,23 @@ def _call(args: Regenerate, path: str, body: dict[str, Any] | None) -> Any:
     for attempt in range(args.tries):
         if attempt:
             time.sleep(min(60.0, args.pause * 2 ** (attempt - 1)))
-        request = urllib.request.Request(f"{args.server.rstrip('/')}/{path}", data, headers)
         try:
+            request = urllib.request.Request(f"{args.server.rstrip('/')}/{path}", data, headers)
             with _opener.open(request, timeout=args.timeout) as reply:
                 return json.loads(reply.read())
         except urllib.error.HTTPError as error:
-            why = f"{error.code} {error.reason}: {error.read()[:200].decode(errors='replace')}"
+            why = f"{error.code} {error.reason}: {_body(error)}"
+            if error.code in _NOT_THIS_ROW:
+                raise RunError(f"--server {args.server}: {path}: {why}; mend that and rerun") from None
             if error.code < 500 and error.code not in (408, 429):
                 raise SkipRow("refused_by_server", why) from None
-        except (OSError, ValueError) as error:
-            why = str(getattr(error, "reason", error)) or type(error).__name__
+        except (OSError, ValueError, HTTPException) as error:
+            why = str(getattr(error, "reason", error)).strip() or type(error).__name__
     raise Unanswered(f"no answer after {args.tries} tries: {why}")
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read()[:200].decode(errors="replace")
+    except (OSError, HTTPException):
+        return "no reason given"
