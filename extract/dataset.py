@@ -158,10 +158,12 @@ def _message(at: int, message: Any) -> dict[str, Any]:
         raise SkipRow("wrong_keys", f"message keys are [{', '.join(sorted(message))}]; expected role, content")
     if not isinstance(message["role"], str) or message["role"] not in ROLES:
         raise SkipRow("unknown_role", f"role {message['role']!r}; expected one of {', '.join(sorted(ROLES))}")
-    thoughts = [message.pop(name) for name in _REASONING if name in message]
+    thoughts = [t for name in _REASONING if (t := message.pop(name, None))]
+    if any(isinstance(t, list | dict) for t in thoughts):
+        raise SkipRow("not_text", f"message {at} has reasoning {str(thoughts)[:60]}; expected text")
     content, more = _content(at, message.get("content", ""))
     message["content"] = content
-    reasoning = "".join([t for t in thoughts[:1] if isinstance(t, str)] or more)
+    reasoning = "".join([t for t in thoughts if isinstance(t, str)][:1] or more)
     if reasoning and message["role"] == "assistant":
         message["reasoning_content"] = reasoning
     if (call := message.pop("function_call", None)) and not message.get("tool_calls"):

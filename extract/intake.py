@@ -179,6 +179,8 @@ def make_plan(
             raise UsageError(f"{cache}: {'; '.join(changes)}; use it as before, or another cache folder")
     files = [{"name": p.name, "bytes": p.stat().st_size, "xxh3": file_hash(p)} for p in data.files]
     if old is not None and (old.files, old.selection) == (files, selection(data)):
+        if data.strict and old.skipped:
+            raise UsageError(f"{cache}: data.strict, and rows were skipped: {old.skipped}; see {cache / SKIPPED}")
         return old
     known = plans.all_keys(cache, old) if old else KeySet()
     name = f"tokens-{len(old.tasks) if old else 0:05d}.arrow"

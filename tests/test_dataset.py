@@ -90,6 +90,8 @@ def test_what_else_a_row_may_hold() -> None:
         "assistant",
     ]
     assert found.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    found = row({"messages": [ASK, {**SAY, "reasoning_content": "", "reasoning": "t", "thinking": True}]})
+    assert found.messages == [ASK, {**SAY, "reasoning_content": "t"}]
     parts = [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a", "image_url": None}]
     found = row({"messages": [ASK, {"role": "assistant", "content": parts}]})
     assert found.messages is not None and found.messages[1]["reasoning_content"] == "t"
@@ -109,6 +111,7 @@ def test_what_else_a_row_may_hold() -> None:
         ({"messages": [ASK], "tools": "{"}, "`tools` is not JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0] has no function name"),
         ({"messages": [{"from": "function_call", "value": "f("}]}, "the function_call is not JSON"),
+        ({"messages": [ASK, {**SAY, "reasoning": [{"text": "t"}]}]}, "message 1 has reasoning [[{'text': 't'}]]"),
     ],
 )
 def test_b09_a_wrong_row_is_told_its_real_cause(values: dict[str, Any], said: str) -> None:
@@ -389,6 +392,9 @@ def test_strict_refuses_any_skip(tmp_path: Path) -> None:
     ):
         take(tmp_path, tiny(), path, strict=True)
     assert not list(tmp_path.rglob("*.arrow"))
+    take(tmp_path, tiny(), path)
+    with pytest.raises(UsageError, match=r"data.strict, and rows were skipped: \{'wrong_keys': 1\}"):
+        take(tmp_path, tiny(), path, strict=True)
 
 
 def test_a_plan_knows_which_rows_it_took(tmp_path: Path) -> None:
