@@ -378,7 +378,7 @@ def test_a_cache_being_written_gives_what_is_finished_when_asked(tmp_path: Path)
 def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
     write_cache(tmp_path / "a", samples=2)
     edit(tmp_path / "a", target={"copied": {"../../stolen": "0" * 16}})
-    with pytest.raises(CorruptError, match=r"lists '../../stolen', expected the name of a file"):
+    with pytest.raises(CorruptError, match=r"target\.copied is .*'../../stolen'"):
         rewrite.split(Split(cache=tmp_path / "a", out=tmp_path / "c", limit=1))
 
 
