@@ -66,6 +66,7 @@ def test_a_checkpoint_gives_the_width(tmp_path: Path, capsys: pytest.CaptureFixt
         ["--tokens", 1, "--layers", 0],
         ["--tokens", 1, "--last-hidden", 1.5],
         ["--tokens", 1, "--gb-per-second", 0],
+        ["--tokens", 1, "--gb-per-second", "nan"],
         ["--tokens", 1, "--from", "x", "--target", "y"],
         ["--tokens", 1, "--from", "x", "--layers", 2],
         ["--tokens", 1, "--target", "x", "--hidden", 2],

@@ -83,6 +83,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cache(tmp_path / "d", samples=5)
     code, out, _ = shards(capsys, "diff", tmp_path / "a", tmp_path / "d", "--limit", 1)
     assert code == 3 and "only in" in out
+    assert shards(capsys, "diff", tmp_path / "a", tmp_path / "d", "--limit", "-1")[0] == 2
 
 
 def test_a_changed_copy_of_the_target_is_refused_where_it_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Settings of the `dflash-shards` commands. Imports nothing heavy, so that `--help` answers at once."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -82,6 +83,10 @@ class Diff:
     limit: int = 10
     """Samples to name of each kind."""
 
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"limit is {self.limit}, expected 0 or more")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
@@ -133,7 +138,7 @@ class Estimate:
                 raise ValueError(f"{name} is {value}, expected at least 1")
         if self.last_hidden is not None and not 0 <= self.last_hidden <= 1:
             raise ValueError(f"last_hidden is {self.last_hidden}, expected a share from 0 to 1")
-        if self.gb_per_second <= 0:
+        if not 0 < self.gb_per_second < math.inf:
             raise ValueError(f"gb_per_second is {self.gb_per_second}, expected more than 0")
 
 
@@ -223,15 +228,7 @@ class Convert(NewCache):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.delta is not None and self.codec != "ecsq":
-            raise ValueError(f"delta is {self.delta}, but {self.codec} has no step; expected it with --codec ecsq")
-        self.parameters()
-
-    def parameters(self) -> dict[str, float]:
-        """The settings of the chosen codec."""
-        if self.codec != "ecsq":
-            return {}
-        return asdict(EcsqConfig() if self.delta is None else EcsqConfig(delta=self.delta))
+        codec_parameters(self.codec, self.delta)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.codecs import EXACT
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.keys import keys_hash
 from dflash_offline.shards.verify import describe
-from dflash_offline.tools.config import Convert, Merge, NewCache, Split
+from dflash_offline.tools.config import Convert, Merge, NewCache, Split, codec_parameters
 from dflash_offline.tools.rewrite_cache import Job, Pick, picks_of, rewrite, same_calibration
 
-EXACT = ("bf16", "lossless")
 FREE = ("data.", "batching", "token_budget", "shard_mib", "made_by")
 """Settings of which merged caches may have different ones: what samples there are, and how they were grouped."""
 
@@ -143,7 +143,7 @@ def convert(args: Convert) -> int:
     """All samples of a cache in another codec."""
     (source,) = _open([args.cache], args.allow_incomplete)
     m = source.manifest
-    parameters = args.parameters()
+    parameters = codec_parameters(args.codec, args.delta)
     if (m.codec.name, m.codec.parameters) == (args.codec, parameters):
         raise UsageError(f"{args.cache}: is {describe(m)} already; expected another codec")
     quantised = m.settings.get("quantised", None if m.codec.name in EXACT else describe(m))

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.codecs import EXACT
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.tools.config import Stats
 from dflash_offline.tools.estimate import label
 from dflash_offline.tools.stats_states import OUTLIER, States, choose, measure_states
 
-EXACT = ("bf16", "lossless")
 TOP = 4
 """Channels named in a layer."""
 MOST_ESCAPES = 1e-3

@@ -12,9 +12,10 @@ from dflash_offline.shards.codecs.fp8 import Fp8
 from dflash_offline.shards.codecs.lossless import Lossless
 from dflash_offline.shards.errors import CorruptError, UsageError
 
-__all__ = ["CODECS", "Codec", "calibrate", "nominal_bits", "restore"]
+__all__ = ["CODECS", "EXACT", "Codec", "calibrate", "nominal_bits", "restore"]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bf16, Lossless, Ecsq, Fp8)}
+EXACT = (Bf16.name, Lossless.name)
 
 
 def calibrate(name: str, states_TLD: Tensor, parameters: Mapping[str, Any] | None = None) -> Codec:
