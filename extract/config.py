@@ -3,7 +3,11 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
+
+Place = Annotated[Path, tyro.conf.Positional]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,29 @@ class EcsqConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """How a run watches over itself. None of this changes a state that is stored."""
+
+    hang: float = 600.0
+    """Seconds without a row done after which a worker is ended and its task given again; 0: never."""
+    hang_start: float = 1800.0
+    """The same before a worker's first row: loading the target and compiling kernels take longer."""
+    preflight: Literal["refuse", "warn", "off"] = "refuse"
+    """What follows when GPU memory or disk room seem too small."""
+    probe: bool = True
+    """Compare the states of a few short samples with those of the stock model before the first task."""
+    audit_every: int = 64
+    """One sample of so many has its states checked and its frames decoded again; 0: none."""
+    reforward: int = 16
+    """Samples that `dflash-extract audit` recomputes from the target, drawn by key."""
+
+    def __post_init__(self) -> None:
+        for name in ("hang", "hang_start", "audit_every", "reforward"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"guard.{name} is {getattr(self, name)}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExtractConfig:
     """One extraction run."""
 
@@ -155,6 +182,14 @@ class ExtractConfig:
     """Processes on the CPU, one thread each; on GPUs there is one process per device."""
     devices: str = "auto"
     """auto: every visible GPU, else the CPU; or `cpu`, or a list such as `cuda:0,cuda:2`."""
+    gpus: Literal["all", "free"] = "all"
+    """free: only those of `devices` that no other process uses and that have memory enough."""
+    engine: Literal["processes", "ray"] = "processes"
+    """ray: the workers are actors of a Ray cluster that shares the cache folder; needs the extra `ray`."""
+    task_slice: str = ""
+    """Of several machines that share the cache folder: `prepare` first, once, then `0/N` to `N-1/N` side by side, then
+    a run without it completes the cache and does what is missing."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
     allow_slow: bool = False
     """Run on a GPU although a fast kernel is missing."""
     dry_run: bool = False
@@ -166,6 +201,16 @@ class ExtractConfig:
         for name in ("shard_mib", "token_budget", "workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        self.share()
+
+    def share(self) -> tuple[int, int] | None:
+        """`task_slice` as (i, N); None without one, and for `prepare`."""
+        if self.task_slice in ("", "prepare"):
+            return None
+        i, _, n = self.task_slice.partition("/")
+        if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+            raise ValueError(f"task_slice is {self.task_slice}, expected prepare, or i/N with i from 0 to N - 1")
+        return int(i), int(n)
 
     def codec_parameters(self) -> dict[str, Any]:
         """The settings of the chosen codec."""
@@ -186,3 +231,31 @@ class PreviewConfig(ExtractConfig):
         for name in ("samples", "rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Which cache to look at."""
+
+    cache: Place
+    """The cache folder."""
+    minutes: float = 10.0
+    """The rate is that of so many last minutes."""
+    events: int = 5
+    """Last events to print."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """What is compared with the target."""
+
+    cache: Place
+    """The cache folder."""
+    target: str = ""
+    """Where the target is now; empty: where it was."""
+    device: str = "auto"
+    """auto: the first GPU, else the CPU."""
+    samples: int = 0
+    """Recompute so many of the stored draw; 0: all of it."""
+    allow_slow: bool = False
+    """Run on a GPU although a fast kernel is missing."""

@@ -1,7 +1,7 @@
-"""All of extraction's parallelism: one process per device, started by spawn, fed task numbers by the parent.
+"""All of extraction's parallelism on a machine: one process per device, started by spawn, fed tasks by the parent.
 
-Workers never talk to each other and nothing is collective, so nothing can hang on a peer. A worker that dies gives its
-task back; children end when their parent does.
+Workers never talk to each other and nothing is collective, so nothing can hang on a peer. A worker that dies, or does
+no row for too long, is replaced and its task given again; children end when their parent does.
 """
 
 import multiprocessing
@@ -13,22 +13,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal
 
+from dflash_offline.extract.checks import StatesError
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.events import Events
 from dflash_offline.extract.plan import Plan
 from dflash_offline.extract.task import Done
 from dflash_offline.shards.errors import RunError, UsageError
 
+if TYPE_CHECKING:
+    from dflash_offline.extract.runner import Runner
+
 CALIBRATE = -1
 """Task number of the codec calibration: one worker does it before the others start, on warm kernels for all."""
 ATTEMPTS = 3
+_SAY_EVERY = 0.5
+"""Seconds between two signs of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +51,40 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a worker says: it is ready, a task is done, or a task failed."""
+    """What a worker says: a task is done, or failed. In between it says None for rows done."""
 
     number: int
     done: Done | None = None
     error: str = ""
-    usage: bool = False
-    """The error is the user's to mend; every worker would fail alike."""
+    fatal: Literal["", "usage", "run"] = ""
+    """Every worker would fail alike, by the user's input or while running."""
     kernels: str = ""
+    probe: dict[str, list[float]] = field(default_factory=dict)
+    """What checks.probe found."""
 
 
-class _Worker(NamedTuple):
+@dataclass(kw_only=True)
+class _Worker:
     process: BaseProcess
-    device: str
+    slot: int
+    """Place in the list of devices."""
     tasks: list[int]
     """Given and not yet reported."""
+    heard: float
+    """When it last made progress or was given work after it had none."""
+    began: bool = False
+    """It has done a row."""
+    hung: str = ""
 
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived; carries the signal number."""
 
 
-class _Signals:
+class Signals:
     """Remembers the first SIGINT or SIGTERM; the second SIGINT ends the process as usual."""
 
-    def __enter__(self) -> "_Signals":
+    def __enter__(self) -> "Signals":
         self.number = 0
         self._old = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -81,88 +98,135 @@ class _Signals:
             signal.signal(number, handler)
 
 
+class Queue:
+    """Tasks to do, those that failed, and why."""
+
+    def __init__(self, numbers: Sequence[int], calibrate: bool, events: Events) -> None:
+        self._later = list(numbers) if calibrate else []
+        self.todo = deque([CALIBRATE] if calibrate else numbers)
+        self.failed: dict[int, str] = {}
+        self._attempts: dict[int, int] = {}
+        self._events = events
+
+    def settle(self, message: "Report", report: Callable[["Report"], None]) -> bool:
+        """What follows from a worker's report; True when the task is done. Raises what ends the whole run."""
+        if message.fatal:
+            raise (UsageError if message.fatal == "usage" else RunError)(message.error)
+        if message.error:
+            self.give_up(message.number, message.error)
+            return False
+        report(message)
+        if message.number == CALIBRATE:
+            self.todo.extend(self._later)
+        return True
+
+    def give_up(self, number: int, error: str) -> None:
+        """Try `number` again, at most ATTEMPTS times in all. Raises RunError for the calibration."""
+        attempt = self._attempts[number] = self._attempts.get(number, 0) + 1
+        self._events("failed", task=number, attempt=attempt, error=error)
+        if attempt < ATTEMPTS:
+            self.todo.append(number)
+        elif number == CALIBRATE:
+            raise RunError(f"calibration failed {ATTEMPTS} times: {error}")
+        else:
+            self.failed[number] = error
+
+
 def run(
-    job: Job, devices: Sequence[str], numbers: Sequence[int], calibrate: bool, report: Callable[[Report], None]
+    job: Job,
+    devices: Sequence[str],
+    numbers: Sequence[int],
+    calibrate: bool,
+    report: Callable[[Report], None],
+    events: Events,
 ) -> dict[int, str]:
     """Run tasks on `devices`, reporting each. Returns the tasks that failed for good, with their last error.
 
-    Raises UsageError when workers say the input is at fault, Interrupted on a signal, RunError when no worker lives.
+    Raises UsageError when workers say the input is at fault, Interrupted on a signal, RunError when going on is useless
+    or no worker is left.
     """
     context = multiprocessing.get_context("spawn")
-    queue = deque([CALIBRATE] if calibrate else numbers)
-    attempts: dict[int, int] = {}
-    failed: dict[int, str] = {}
+    queue = Queue(numbers, calibrate, events)
     workers: dict[Connection, _Worker] = {}
+    strikes = [0] * len(devices)
+    wanted = range(max(1, min(len(devices), len(numbers))))
 
-    def start(device: str) -> None:
+    def start(slot: int) -> None:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, job, device), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, job, devices[slot]), daemon=True)
         # Ctrl-C reaches the whole group and the parent decides; a child inherits the block from its first instruction.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        workers[ours] = _Worker(process, device, [])
+        workers[ours] = _Worker(process=process, slot=slot, tasks=[], heard=time.monotonic())
+        events("worker", worker=process.pid, device=devices[slot])
 
-    def give_up(number: int, error: str) -> None:
-        attempts[number] = attempts.get(number, 0) + 1
-        if attempts[number] < ATTEMPTS:
-            queue.append(number)
-        elif number == CALIBRATE:
-            raise RunError(f"calibration failed {ATTEMPTS} times: {error}")
-        else:
-            failed[number] = error
+    def lost(connection: Connection, worker: _Worker) -> None:
+        worker.process.join()
+        del workers[connection]
+        error = worker.hung or f"worker on {devices[worker.slot]} ended with code {worker.process.exitcode}"
+        events("lost", worker=worker.process.pid, device=devices[worker.slot], tasks=worker.tasks, error=error)
+        for number in worker.tasks:
+            queue.give_up(number, error)
+        strikes[worker.slot] += 1
+        if strikes[worker.slot] < ATTEMPTS:
+            start(worker.slot)  # on a device that fails again and again it would use up every task's attempts
+        elif not workers:
+            raise RunError(f"no worker is left: {error}; rerun to retry")
 
-    with _Signals() as signals:
+    def hear(worker: _Worker, message: Report | None) -> None:
+        worker.heard, worker.began = time.monotonic(), True
+        if message is None:
+            return
+        worker.tasks.remove(message.number)
+        if queue.settle(message, report):
+            strikes[worker.slot] = 0
+            for slot in wanted[1:] if message.number == CALIBRATE else ():
+                start(slot)
+
+    with Signals() as signals:
         try:
-            for device in devices[:1] if calibrate else devices[: max(1, len(numbers))]:
-                start(device)
-            while queue or any(worker.tasks for worker in workers.values()):
+            for slot in wanted[:1] if calibrate else wanted:
+                start(slot)
+            while queue.todo or any(worker.tasks for worker in workers.values()):
                 if signals.number:
                     raise Interrupted(signals.number)
-                _feed(workers, queue)
-                for connection in wait(list(workers), timeout=0.5):
-                    assert isinstance(connection, Connection)
-                    worker = workers[connection]
+                for connection, worker in workers.items():
+                    _feed(connection, worker, queue, events, devices[worker.slot])
+                    _end_if_hung(worker, job.config)
+                for ready in wait(list(workers), timeout=0.5):
+                    assert isinstance(ready, Connection)
                     try:
-                        message: Report = connection.recv()
+                        hear(workers[ready], ready.recv())
                     except (EOFError, ConnectionError):
-                        worker.process.join()
-                        del workers[connection]
-                        error = f"worker on {worker.device} ended with code {worker.process.exitcode}"
-                        if not worker.tasks:
-                            raise RunError(f"a worker ended before its first task: {error}") from None
-                        for number in worker.tasks:
-                            give_up(number, error)
-                        start(worker.device)
-                        continue
-                    if message.usage:
-                        raise UsageError(message.error)
-                    worker.tasks.remove(message.number)
-                    if message.error:
-                        give_up(message.number, message.error)
-                    else:
-                        report(message)
-                        if message.number == CALIBRATE:
-                            queue.extend(numbers)
-                            for other in devices[1 : max(1, len(numbers))]:
-                                start(other)
+                        lost(ready, workers[ready])
         finally:
             _stop([(connection, worker.process) for connection, worker in workers.items()])
-    return failed
+    return queue.failed
 
 
-def _feed(workers: dict[Connection, _Worker], queue: deque[int]) -> None:
-    for connection, worker in workers.items():
-        # A GPU begins a task while the shard before it is written; on the CPU both need the same cores.
-        while queue and len(worker.tasks) < (2 if worker.device.startswith("cuda") and queue[0] != CALIBRATE else 1):
-            number = queue.popleft()
-            try:
-                connection.send(number)
-            except (BrokenPipeError, ConnectionError):
-                queue.appendleft(number)  # it just died; the next wait sees that
-                break
-            worker.tasks.append(number)
+def _feed(connection: Connection, worker: _Worker, queue: Queue, events: Events, device: str) -> None:
+    # A GPU begins a task while the shard before it is written; on the CPU both need the same cores.
+    while queue.todo and len(worker.tasks) < (2 if device.startswith("cuda") and queue.todo[0] != CALIBRATE else 1):
+        number = queue.todo.popleft()
+        try:
+            connection.send(number)
+        except (BrokenPipeError, ConnectionError):
+            queue.todo.appendleft(number)  # it just died; the next wait sees that
+            break
+        if not worker.tasks:
+            worker.heard = time.monotonic()
+        worker.tasks.append(number)
+        events("given", task=number, worker=worker.process.pid)
+
+
+def _end_if_hung(worker: _Worker, config: ExtractConfig) -> None:
+    """Our own child, by its id; the closed pipe then says that it is lost."""
+    limit = config.guard.hang if worker.began else config.guard.hang_start
+    if limit and worker.tasks and not worker.hung and time.monotonic() - worker.heard > limit:
+        worker.hung = f"no row done in {limit:g} s (guard.hang{'' if worker.began else '_start'}), ended"
+        worker.process.kill()
 
 
 def _stop(workers: list[tuple[Connection, BaseProcess]]) -> None:
@@ -170,8 +234,9 @@ def _stop(workers: list[tuple[Connection, BaseProcess]]) -> None:
     for connection, process in workers:
         connection.close()
         process.terminate()
+    deadline = time.monotonic() + 5
     for _, process in workers:
-        process.join(timeout=5)
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -183,19 +248,25 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch
 
-    from dflash_offline.extract.runner import make_runner
-    from dflash_offline.extract.target import open_target
+    from dflash_offline.extract.runner import Runner, start_runner
     from dflash_offline.extract.task import calibrate, run_task
 
     # One thread a worker: how a matmul is split over threads changes its low bits, and the bytes of a shard must not
     # depend on how many workers share the cores.
     torch.set_num_threads(1)
-    runner = None
+    runner: Runner | None = None
     sending = threading.Lock()
+    said = -_SAY_EVERY
 
-    def send(report: Report) -> None:
+    def send(report: Report | None) -> None:
         with sending, suppress(BrokenPipeError, ConnectionError):  # the parent may be gone
             connection.send(report)
+
+    def beat() -> None:
+        nonlocal said
+        if (now := time.monotonic()) - said > _SAY_EVERY:
+            said = now
+            send(None)
 
     while True:
         try:
@@ -204,28 +275,39 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
             return
         try:
             if runner is None:
-                target = open_target(job.config.target.path, job.config.target.revision)
-                runner = make_runner(job.config, target, job.layers, torch.device(device))
+                runner = start_runner(job.config, job.layers, torch.device(device), beat)
             if number == CALIBRATE:
                 calibrate(runner, job.cache, job.plan.tasks[0])
-                send(Report(number=number, kernels=runner.kernels))
+                send(Report(number=number, kernels=runner.kernels, probe=runner.probe))
             else:
                 done = run_task(runner, job.cache, number, job.plan.tasks[number])
-                done.add_done_callback(partial(_tell, send, number, runner.kernels, device))
+                done.add_done_callback(partial(_tell, send, number, runner, device))
         except Exception as error:  # whatever it was, the parent must hear of it and may try again
-            send(_failure(number, error, device))
+            send(failure(number, error, device))
+            if device.startswith("cuda") and not isinstance(error, OSError):
+                if runner is not None:
+                    runner.writer.shutdown()
+                return  # after an error of its own a device may fail at everything until a new process opens it
 
 
-def _tell(send: Callable[[Report], None], number: int, kernels: str, device: str, done: Future[Done]) -> None:
-    error = done.exception()
-    send(_failure(number, error, device) if error else Report(number=number, done=done.result(), kernels=kernels))
+def _tell(send: Callable[[Report], None], number: int, runner: "Runner", device: str, done: Future[Done]) -> None:
+    if error := done.exception():
+        send(failure(number, error, device))
+    else:
+        send(Report(number=number, done=done.result(), kernels=runner.kernels, probe=runner.probe))
 
 
-def _failure(number: int, error: BaseException, device: str) -> Report:
+def failure(number: int, error: BaseException, device: str) -> Report:
+    """What the parent is told of an error."""
     if isinstance(error, UsageError):
-        return Report(number=number, error=str(error), usage=True)
+        return Report(number=number, error=str(error), fatal="usage")
+    if isinstance(error, StatesError):
+        return Report(number=number, error=str(error), fatal="run")
     if isinstance(error, OSError):
-        return Report(number=number, error=f"{error.filename or device}: {error.strerror or error}")
+        full = error.errno in (ENOSPC, EDQUOT, EFBIG, EROFS)
+        hint = "; make room and rerun the same command: finished shards are kept" if full else ""
+        text = f"{error.filename or device}: {error.strerror or error}{hint}"
+        return Report(number=number, error=text, fatal="run" if full else "")
     return Report(number=number, error=f"{type(error).__name__}: {error}")
 
 

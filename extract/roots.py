@@ -30,7 +30,7 @@ def prepare(roots: Sequence[Path], cache: Path, ours: Callable[[Path], bool] = l
         except OSError as error:
             raise UsageError(f"{root}: {error.strerror}; expected a folder that can be written") from None
         for path in (*place.glob("*.tmp"), *place.glob("*.arrow")):
-            if path not in linked:
+            if path not in linked and ours(path):
                 path.unlink()
 
 

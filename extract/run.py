@@ -1,9 +1,10 @@
 """`dflash-extract run`: read -> render -> mask -> key -> plan -> [forward -> encode -> write] -> index -> complete."""
 
 import sys
-import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 import xxhash
 
 from dflash_offline.extract import plan as plans
-from dflash_offline.extract import pool, roots
+from dflash_offline.extract import pool, preflight, roots
+from dflash_offline.extract.checks import is_drawn
 from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.events import Events
 from dflash_offline.extract.forecast import dry_run
 from dflash_offline.extract.intake import make_plan
 from dflash_offline.extract.layers import choose_layers
+from dflash_offline.extract.progress import Progress
 from dflash_offline.extract.render import MASK_RULE, Renderer, open_renderer
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.sources import with_files
@@ -29,7 +33,7 @@ from dflash_offline.extract.target import (
     write_target_folder,
 )
 from dflash_offline.extract.task import codec_info, skips_path
-from dflash_offline.shards import calibration, codecs, index, manifest
+from dflash_offline.shards import codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, claim, finish, is_done
 from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.calibration import CODEC_FILE
@@ -37,48 +41,110 @@ from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 from dflash_offline.shards.manifest import CodecInfo
 
-VERSIONS = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "triton")
-
 
 def run(config: ExtractConfig) -> int:
     """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
     config = replace(config, data=with_files(config.data))
-    devices = choose_devices(config)
+    devices = preflight.choose_devices(config)
     target = open_target(config.target.path, config.target.revision)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
     check(target, max(layers), config.batching == "packed")
     renderer = open_renderer(target.folder, target.config.vocab_size, config.data)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
-    task_tokens = _task_tokens(config, len(layers) * target.config.hidden_size)
+    hidden = target.config.hidden_size
+    task_tokens = _task_tokens(config, len(layers) * hidden)
     if config.dry_run:
-        return dry_run(config, renderer, task_tokens, len(layers), target.config.hidden_size, len(devices))
-    with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER)):
-        roots.prepare(config.roots, config.cache)
-        plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
-        todo = [n for n, t in enumerate(plan.tasks) if not is_done(config.cache / index.shard_name(n), t.hash)]
+        return dry_run(config, renderer, task_tokens, len(layers), hidden, len(devices))
+    devices = preflight.check_devices(config, devices, target, layers)
+    share = config.share()
+    with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
-        if not todo and old is not None and _is_whole(config.cache, old, plan):
+        _clean(config)
+        if share:
+            plan = _prepared(config.cache, settings, old)
+        else:
+            plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
+        ours = [n for n in range(len(plan.tasks)) if not share or n % share[1] == share[0]]
+        todo = [n for n in ours if not is_done(config.cache / index.shard_name(n), plan.tasks[n].hash)]
+        if not todo and not share and old is not None and _is_whole(config.cache, old, plan):
             print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
             return 0
-        copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
-        draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
-        progress = Progress(config.cache, plan, todo, draft)
+        preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
+        if share and old is not None:
+            draft = old
+        else:
+            copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
+            draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
+        if config.task_slice == "prepare":
+            todo = []
         job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan)
         calibrate = not _is_calibrated(config.cache, old)
-        try:
-            failed = pool.run(job, devices, todo, calibrate, progress.note) if todo or calibrate else {}
-        except pool.Interrupted as signal:
-            (number,) = signal.args
-            print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
-            return 128 + int(number)
-        if failed:
-            number, error = next(iter(failed.items()))
-            raise RunError(f"{len(failed)} of {len(plan.tasks)} tasks failed; task {number}: {error}; rerun to retry")
-        lost = _finish(config, progress.draft, plan, target, old)
+        with closing(Events(config.cache, share)) as events:
+            events("start", tasks=len(todo), of=len(plan.tasks), devices=devices, versions=draft.versions)
+            progress = Progress(config.cache, plan, todo, draft, events, alone=not share)
+            try:
+                engine = _engine(config)
+                if failed := engine(job, devices, todo, calibrate, progress.note, events) if todo or calibrate else {}:
+                    first, error = next(iter(failed.items()))
+                    raise RunError(
+                        f"{len(failed)} of {len(plan.tasks)} tasks failed: {', '.join(map(str, failed))}; "
+                        f"task {first}: {error}; rerun to retry"
+                    )
+                _clean(config)
+                if config.task_slice:
+                    what = f"slice {config.task_slice} is done" if share else "prepared"
+                    print(f"{config.cache}: {what}; this run: {progress.summary()}")
+                    events("slice done", slice=config.task_slice)
+                    return 3 if progress.lost else 0
+                lost = _finish(config, progress.draft, plan, target, old)
+            except pool.Interrupted as signal:
+                (number,) = signal.args
+                events("stop", error=f"signal {number}")
+                print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
+                return 128 + int(number)
+            except BaseException as error:
+                events("stop", error=f"{type(error).__name__}: {error}")
+                raise
+            events("complete", lost=lost)
     print(f"{config.cache}: complete, {sum(t.samples for t in plan.tasks)} samples; this run: {progress.summary()}")
     return 3 if lost else 0
+
+
+def _engine(config: ExtractConfig) -> Callable[..., dict[int, str]]:
+    if config.engine == "ray":
+        from dflash_offline.extract import ray_engine
+
+        return ray_engine.run
+    return pool.run
+
+
+def _prepared(cache: Path, settings: dict[str, Any], old: manifest.Manifest | None) -> plans.Plan:
+    """The plan that slices share. Raises UsageError when it is not there, or made with other settings."""
+    plan = plans.read(cache)
+    if plan is None or not _is_calibrated(cache, old):
+        raise UsageError(f"{cache}: not prepared; run the same command with --task-slice prepare first, once")
+    if changes := [n for n in sorted(plan.settings | settings) if plan.settings.get(n) != settings.get(n)]:
+        name = changes[0]
+        raise UsageError(
+            f"{cache}: {name} was {plan.settings.get(name)!r}, now {settings.get(name)!r}; use the same settings in "
+            f"every slice"
+        )
+    return plan
+
+
+def _clean(config: ExtractConfig) -> None:
+    """Remove what dead workers of this slice left half-written."""
+    share = config.share()
+
+    def ours(path: Path) -> bool:
+        number = path.name.partition(".")[0]
+        return share is None or (number.isdecimal() and int(number) % share[1] == share[0])
+
+    roots.prepare(config.roots, config.cache, ours)
+    for leftover in filter(ours, (config.cache / index.SHARDS_FOLDER).glob("*.tmp")):
+        leftover.unlink()
 
 
 def _task_tokens(config: ExtractConfig, values: int) -> int:
@@ -102,21 +168,6 @@ def _is_calibrated(cache: Path, old: manifest.Manifest | None) -> bool:
     """True when codec.safetensors is the one the manifest knows; else it is measured again, to the same end."""
     path = cache / CODEC_FILE
     return old is not None and path.is_file() and old.codec.calibration == file_hash(path)
-
-
-def choose_devices(config: ExtractConfig) -> list[str]:
-    """One device a worker."""
-    names = [] if config.devices == "auto" else config.devices.split(",")
-    if not names:
-        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    for name in names:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise UsageError(f"devices: {name!r} is no device; expected cpu or cuda:N") from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"devices: {name} is not there; {torch.cuda.device_count()} GPUs are visible")
-    return names * config.workers if names == ["cpu"] else names
 
 
 def _settings(
@@ -170,6 +221,7 @@ def _draft(
             "path": target.name,
             "revision": target.revision,
             "model_type": target.model_type,
+            **({"quantised": {"method": "fp8", "block": list(target.block)}} if target.block else {}),
             "copied": copied,
         },
         tokenizer=tokenizer_facts(renderer.tokenizer, target.config),
@@ -181,7 +233,7 @@ def _draft(
             "keys": plan.keys,
             "selection": plan.selection,
         },
-        versions={name: _version(name) for name in VERSIONS},
+        versions=preflight.versions(),
         kernels=kernels,
     )
 
@@ -204,53 +256,12 @@ def _finish(
         with atomic_file(cache / SKIPPED) as file:
             file.write("".join(line + "\n" for line in [*kept, *lost]).encode())
     draft = replace(draft, codec=codec_info(config, cache), target={**draft.target, "files": files})
-    finish(cache, draft, tasks, {"lost": len(lost)})
+    finish(cache, draft, tasks, {"lost": len(lost)}, partial(_audit, config))
     return len(lost)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # running from a source tree, or an optional package
-        return "not installed"
-
-
-class Progress:
-    """A line per finished shard, with the rate and the time left; and the manifest of a cache being written."""
-
-    def __init__(self, cache: Path, plan: plans.Plan, todo: list[int], draft: manifest.Manifest) -> None:
-        self._cache, self._plan, self.draft = cache, plan, draft
-        self._left = sum(plan.tasks[n].tokens for n in todo)
-        self._start = time.monotonic()
-        self._first = True
-        self._samples = self._tokens = self._bytes = self._skipped = 0
-        if len(todo) < len(plan.tasks):
-            print(f"resuming: {len(plan.tasks) - len(todo)} of {len(plan.tasks)} shards are done")
-
-    def note(self, report: pool.Report) -> None:
-        """Count a finished task and say so."""
-        if self._first:
-            print(f"kernels: {report.kernels}")
-            codec = self.draft.codec
-            codec = calibration.info(self._cache, codec.name, codec.parameters)
-            self.draft = replace(self.draft, kernels=report.kernels, codec=codec)
-            manifest.write(self._cache, self.draft)
-        self._first = False
-        if report.done is None:
-            self._start = time.monotonic()  # loading and calibration are no part of the rate
-            return
-        self._samples += report.done.samples
-        self._tokens += report.done.tokens
-        self._bytes += report.done.bytes
-        self._skipped += report.done.skipped
-        self._left -= self._plan.tasks[report.number].tokens
-        rate = self._tokens / max(1e-3, self._seconds())
-        print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-3):,.0f} s left", flush=True)
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def summary(self) -> str:
-        """What this run did."""
-        lost = f", {self._skipped} samples lost (skipped.jsonl)" if self._skipped else ""
-        return f"{self._samples} samples, {self._tokens} tokens, {self._bytes} bytes in {self._seconds():.1f} s{lost}"
+def _audit(config: ExtractConfig, keys: list[str]) -> dict[str, Any]:
+    """What the manifest says of it: one of how many was checked, how many these were, which to recompute later."""
+    every = config.guard.audit_every
+    checked = sum(is_drawn(key, every) for key in keys)
+    return {"every": every, "checked": checked, "reforward": sorted(keys)[: config.guard.reforward]}

@@ -3,21 +3,22 @@
 Legend: P tokens of a row, L layers, D hidden, N positions of the last hidden state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_offline.extract import kernels
+from dflash_offline.extract import checks, kernels
+from dflash_offline.extract.checks import Watch
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.dataset import Skip
 from dflash_offline.extract.forward import Capture, batches
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
-from dflash_offline.extract.target import Target, load_decoder
+from dflash_offline.extract.target import Target, load_decoder, open_target
 from dflash_offline.shards.keys import last_positions
 
 
@@ -34,6 +35,11 @@ class Runner:
     device: torch.device
     writer: ThreadPoolExecutor
     """One thread: shards are finished in order while the target runs on."""
+    probe: dict[str, list[float]] = field(default_factory=dict)
+    """What checks.probe found."""
+    watch: Watch = field(default_factory=Watch)
+    beat: Callable[[], None] = lambda: None
+    """Called for every row that is done: computed, or written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +62,42 @@ class Row:
         return [len(last_positions(s.loss_mask)) for s in self.samples]
 
 
-def make_runner(config: ExtractConfig, target: Target, layers: Sequence[int], device: torch.device) -> Runner:
-    """Load the target onto `device`; the slow part of a worker's start."""
+def start_runner(
+    config: ExtractConfig, layers: Sequence[int], device: torch.device, beat: Callable[[], None] = lambda: None
+) -> Runner:
+    """Load the configured target onto `device`; the slow part of a worker's start."""
+    return make_runner(config, open_target(config.target.path, config.target.revision), layers, device, beat)
+
+
+def make_runner(
+    config: ExtractConfig,
+    target: Target,
+    layers: Sequence[int],
+    device: torch.device,
+    beat: Callable[[], None] = lambda: None,
+) -> Runner:
+    """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
     used = kernels.install(target.model_type, device, config.allow_slow)
     packed = config.batching == "packed"
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
     attention = kernels.PACKED_ATTENTION if packed else "sdpa"
-    model = load_decoder(target, max(captured), device, compute_dtype(config, device), attention)
+    dtype = compute_dtype(config, device)
+    model = load_decoder(target, max(captured), device, dtype, attention)
+    # Before the hybrid takes the model's weights.
+    stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     hybrid = packed and target.model_type.startswith("qwen3_5")
+    capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
+    found = {} if stock is None else checks.probe(capture, stock, captured, target.config.vocab_size, dtype)
     return Runner(
         config=config,
         layers=tuple(layers),
         captured=captured,
-        capture=HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device),
+        capture=capture,
         kernels=used,
         device=device,
         writer=ThreadPoolExecutor(1),
+        probe=found,
+        beat=beat,
     )
 
 
@@ -87,6 +113,7 @@ def rows(runner: Runner, samples: Sequence[Planned]) -> Iterator[Row]:
     lengths = [len(s.input_ids) for s in samples]
     for group in batches(lengths, runner.config.token_budget, runner.config.batching == "padded"):
         for members, states_PLD in _states(runner, [samples[n] for n in group]):
+            runner.beat()
             if states_PLD is None:
                 (sample,) = members
                 detail = f"{len(sample.input_ids)} tokens do not fit into memory"

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dflash_offline.extract import fp8
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 
@@ -49,6 +50,8 @@ class Target:
     """What the decoder's names start with in this checkpoint."""
     tied: bool
     """The head is the embedding."""
+    block: tuple[int, int] | None = None
+    """Of a checkpoint in FP8: rows and columns that share a scale."""
 
 
 def open_target(path: str, revision: str | None) -> Target:
@@ -68,6 +71,10 @@ def open_target(path: str, revision: str | None) -> Target:
         raise UsageError(f"{path}: model type {config.model_type} is a mixture of experts, which is not supported")
     if config.model_type not in FAMILIES:
         raise UsageError(f"{path}: model type {config.model_type}; expected one of {', '.join(FAMILIES)}")
+    block = fp8.block_of(folder, whole)
+    if block:  # nothing below reads it, and what is copied to a cache is not quantised
+        for each in (whole, config):
+            each.__dict__.pop("quantization_config", None)
     weight_map = _weight_map(folder)
     for prefix in PREFIXES:
         if prefix + "embed_tokens.weight" in weight_map:
@@ -83,6 +90,7 @@ def open_target(path: str, revision: str | None) -> Target:
         weight_map=weight_map,
         prefix=prefix,
         tied=bool(getattr(whole, "tie_word_embeddings", False)),
+        block=block,
     )
 
 
@@ -151,12 +159,37 @@ def check(target: Target, last_layer: int, packed: bool) -> None:
         with safe_open(target.folder / file, "pt") as handle:
             for name in (n for n in full if target.weight_map[n] == file):
                 part = handle.get_slice(name)
-                if part.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-                    raise UsageError(f"{target.folder}: {name} is {part.get_dtype()}; quantised is not supported yet")
+                scaled = part.get_dtype() == "F8_E4M3" and target.block is not None
+                if part.get_dtype() not in ("BF16", "F16", "F32", "F64") and not scaled:
+                    raise UsageError(
+                        f"{target.folder}: {name} is {part.get_dtype()}, quantised in a way that config.json does not "
+                        f"say; expected floats, or fp8 in blocks with scales"
+                    )
                 if tuple(part.get_shape()) != tuple(full[name]):
                     raise UsageError(
                         f"{target.folder}: {name} is {part.get_shape()}, the configuration says {list(full[name])}"
                     )
+                if scaled:
+                    _check_scale(target, name, tuple(full[name]))
+
+
+def _check_scale(target: Target, name: str, shape: tuple[int, ...]) -> None:
+    assert target.block is not None
+    scale, expected = name + fp8.SCALE, fp8.scale_shape(shape, target.block)
+    if scale not in target.weight_map:
+        raise UsageError(f"{target.folder}: missing {scale}; {name} is quantised and means nothing without it")
+    with safe_open(target.folder / target.weight_map[scale], "pt") as handle:
+        part = handle.get_slice(scale)
+        if tuple(part.get_shape()) != expected or part.get_dtype() not in ("BF16", "F16", "F32"):
+            raise UsageError(
+                f"{target.folder}: {scale} is {part.get_dtype()} {part.get_shape()}, expected floats {list(expected)} "
+                f"for blocks of {list(target.block)}"
+            )
+
+
+def loaded_bytes(target: Target, last_layer: int, dtype: torch.dtype) -> int:
+    """Memory of layers 0..last_layer and the embedding."""
+    return sum(t.numel() * dtype.itemsize for t in _skeleton(target, last_layer, "sdpa").state_dict().values())
 
 
 def _skeleton(target: Target, last_layer: int, attention: str) -> nn.Module:
@@ -180,11 +213,12 @@ def load_decoder(
 ) -> nn.Module:
     """Build layers 0..last_layer and load them. Peak memory is the weights alone.
 
-    With bfloat16 each tensor keeps its stored type (fp32 decay parameters stay fp32); with float32 all are cast.
+    With bfloat16 each tensor keeps its stored type (fp32 decay parameters stay fp32; FP8 becomes bfloat16); with
+    float32 all are cast.
     """
     model = _skeleton(target, last_layer, attention)
     state: dict[str, Tensor] = {}
-    for name, tensor in _tensors(target, [target.prefix + n for n in model.state_dict()], device):
+    for name, tensor in _tensors(target, [target.prefix + n for n in model.state_dict()], device, dtype):
         state[name.removeprefix(target.prefix)] = tensor.float() if dtype == torch.float32 else tensor
     model.load_state_dict(state, strict=True, assign=True)
     # Rotary tables are buffers that no checkpoint holds; built on meta they are empty.
@@ -200,7 +234,7 @@ def _check_names(target: Target, expected: set[str], last_layer: int) -> None:
     found = {n.removeprefix(target.prefix) for n in target.weight_map if n.startswith(target.prefix)}
     if missing := sorted(expected - found):
         raise UsageError(f"{target.folder}: missing {target.prefix}{missing[0]} (and {len(missing) - 1} more tensors)")
-    known = expected | {"norm.weight"}
+    known = expected | {"norm.weight"} | {name + fp8.SCALE for name in expected if target.block}
     unexpected = sorted(n for n in found - known if not _is_left_out(n, last_layer, target.config.num_hidden_layers))
     if unexpected:
         raise UsageError(
@@ -216,13 +250,19 @@ def _is_left_out(name: str, last_layer: int, num_layers: int) -> bool:
     return bool(re.match(r"(visual|vision_tower|language_model|model|mtp|lm_head)\b", name))
 
 
-def _tensors(target: Target, names: list[str], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors, file by file."""
+def _tensors(
+    target: Target, names: list[str], device: torch.device | str, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors, file by file; those in FP8 as `dtype`, all others as they are."""
     for file in sorted({target.weight_map[n] for n in names}):
         with safe_open(target.folder / file, "pt", device=str(device)) as handle:
-            for name in names:
-                if target.weight_map[name] == file:
-                    yield name, handle.get_tensor(name)
+            for name in (n for n in names if target.weight_map[n] == file):
+                tensor = handle.get_tensor(name)
+                if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
+                    scale = name + fp8.SCALE  # often in another file
+                    with safe_open(target.folder / target.weight_map[scale], "pt", device=str(device)) as scales:
+                        tensor = fp8.dequantise(name, tensor, scales.get_tensor(scale), target.block).to(dtype)
+                yield name, tensor
 
 
 def identity(target: Target) -> str:
@@ -281,7 +321,7 @@ def write_target_folder(target: Target, tokenizer: Any, folder: Path) -> dict[st
 
     folder.mkdir(exist_ok=True)
     wanted = head_names(target)
-    loaded = dict(_tensors(target, list(wanted.values()), "cpu"))
+    loaded = dict(_tensors(target, list(wanted.values()), "cpu", torch.bfloat16))
     with atomic_file(folder / "target.safetensors") as file:
         file.write(save({short: loaded[name].to(torch.bfloat16).contiguous() for short, name in wanted.items()}))
     target.config.save_pretrained(folder)

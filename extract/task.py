@@ -5,21 +5,24 @@ A finished shard whose trailer carries the task's hash is left alone, so running
 
 import json
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
-from dflash_offline.extract import roots
+from dflash_offline.extract import checks, roots
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.dataset import Skip
 from dflash_offline.extract.encode import Encoder, Frames
 from dflash_offline.extract.plan import Planned, Task, load_task, skip_line
-from dflash_offline.extract.runner import Runner, rows
+from dflash_offline.extract.runner import Row, Runner, rows
 from dflash_offline.shards import calibration
 from dflash_offline.shards.build import is_done
+from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.index import shard_name
@@ -39,6 +42,11 @@ class Done:
     tokens: int
     bytes: int
     skipped: int
+    seconds: float = 0.0
+    audited: int = 0
+    """Samples whose states were checked and whose frames were decoded again."""
+    weak: int = 0
+    """Of these, how many are stored worse than the calibration promised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,8 @@ class _Encoded:
     samples: list[Planned]
     frames: list[Future[Frames]]
     skipped: list[Skip]
+    drawn: dict[int, Tensor]
+    """Place in the row -> the states to compare its frames with."""
 
 
 def calibrate(runner: Runner, cache: Path, task: Task) -> None:
@@ -79,7 +89,7 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
         return done
     info = codec_info(runner.config, cache)
     width = runner.capture.hidden_size
-    codec = calibration.read(cache, info, len(runner.layers), width, runner.config.last_hidden).to(runner.device)
+    codec = calibration.read(cache, info, len(runner.layers), width, runner.config.last_hidden)
     inbox: SimpleQueue[_Encoded | BaseException | None] = SimpleQueue()
     room = threading.Semaphore(ROWS_AHEAD)
     writer = ShardWriter(
@@ -89,8 +99,8 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
         last_hidden=runner.config.last_hidden,
         body=roots.choose(runner.config.roots, cache, path.name),
     )
-    encoder = Encoder(codec)
-    done = runner.writer.submit(_write, writer, path, inbox, room)
+    encoder = Encoder(codec.to(runner.device))
+    done = runner.writer.submit(_write, runner, codec, writer, path, inbox, room)
     end: BaseException | None = None
     try:
         for row in rows(runner, load_task(cache, task)):
@@ -98,7 +108,7 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
                 if done.done():
                     return done  # it failed; its future says why
             frames = encoder(row.states_PLD, row.lengths, row.last_ND, row.counts) if row.samples else []
-            inbox.put(_Encoded(samples=row.samples, frames=frames, skipped=row.skipped))
+            inbox.put(_Encoded(samples=row.samples, frames=frames, skipped=row.skipped, drawn=_audit(runner, row)))
     except BaseException as error:
         end = error
         raise
@@ -108,26 +118,58 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
     return done
 
 
+def _audit(runner: Runner, row: Row) -> dict[int, Tensor]:
+    """Check the row's states; those of samples drawn are kept for the comparison with their frames."""
+    if not row.samples or not runner.config.guard.audit_every:
+        return {}
+    ids = [sample.input_ids for sample in row.samples]
+    runner.watch.row(row.states_PLD, [sample.identity.key for sample in row.samples], ids)
+    pieces = enumerate(zip(row.samples, torch.split(row.states_PLD, row.lengths), strict=True))
+    return {
+        n: checks.check_sample(states_TLD, sample.identity.key, sample.input_ids, runner.layers)
+        for n, (sample, states_TLD) in pieces
+        if checks.is_drawn(sample.identity.key, runner.config.guard.audit_every)
+    }
+
+
 def _write(
-    writer: ShardWriter, path: Path, inbox: "SimpleQueue[_Encoded | BaseException | None]", room: threading.Semaphore
+    runner: Runner,
+    codec: Calibrated,
+    writer: ShardWriter,
+    path: Path,
+    inbox: "SimpleQueue[_Encoded | BaseException | None]",
+    room: threading.Semaphore,
 ) -> Done:
     """Append rows as they come; an error instead of the end leaves no shard."""
     skipped: list[Skip] = []
-    samples = tokens = 0
+    begun, samples, tokens, audited, weak = time.monotonic(), 0, 0, 0, 0
     with writer:
         while (row := inbox.get()) is not None:
             if isinstance(row, BaseException):
                 raise RunError(f"{path}: given up: {row}")
-            for sample, frames in zip(row.samples, row.frames, strict=True):
-                writer.append(sample.identity, sample.input_ids, sample.loss_mask, *frames.result())
+            for n, (sample, ready) in enumerate(zip(row.samples, row.frames, strict=True)):
+                frames, last_frames = ready.result()
+                writer.append(sample.identity, sample.input_ids, sample.loss_mask, frames, last_frames)
                 samples, tokens = samples + 1, tokens + len(sample.input_ids)
+                if n in row.drawn:
+                    audited += 1
+                    weak += not checks.fidelity(codec, frames, row.drawn[n], sample.identity.key)
             skipped += row.skipped
+            runner.beat()
             room.release()
         if skipped:
             # Before the shard: once the shard is there, the task is never run again.
             with atomic_file(skips_path(path)) as file:
                 file.write("".join(json.dumps(skip_line(s)) + "\n" for s in skipped).encode())
-    return Done(samples=samples, tokens=tokens, bytes=path.stat().st_size, skipped=len(skipped))
+    return Done(
+        samples=samples,
+        tokens=tokens,
+        bytes=path.stat().st_size,
+        skipped=len(skipped),
+        seconds=round(time.monotonic() - begun, 3),
+        audited=audited,
+        weak=weak,
+    )
 
 
 def skips_path(shard: Path) -> Path:

@@ -48,9 +48,10 @@ class Part:
 
 
 @contextmanager
-def claim(cache: Path, subfolders: Sequence[str] = (index.SHARDS_FOLDER,)) -> Iterator[None]:
+def claim(cache: Path, subfolders: Sequence[str] = (index.SHARDS_FOLDER,), share: str = "") -> Iterator[None]:
     """Make or take the cache folder and hold it for this process; what a dead one left half-written is removed.
 
+    Processes that each name another `share` hold it together, and no other beside them; they clean up after themselves.
     Raises UsageError when another process holds it, or it holds something else; a folder made for a run that is refused
     is taken away again.
     """
@@ -66,14 +67,17 @@ def claim(cache: Path, subfolders: Sequence[str] = (index.SHARDS_FOLDER,)) -> It
     except OSError as error:
         raise UsageError(f"{cache}: {error.strerror}; expected a folder that can be written") from None
     try:
-        with (cache / LOCK).open("a+") as lock:
-            take_lock(lock, cache)
-            for leftover in (*cache.glob("*.tmp"), *cache.glob("*/*.tmp")):
-                leftover.unlink()
+        with (cache / LOCK).open("a+") as lock, (cache / f"{LOCK}{share}").open("a+") as own:
+            take_lock(lock, cache, "several processes, a part each" if share else "")
+            if share:
+                take_lock(own, cache)
+            else:
+                for leftover in (*cache.glob("*.tmp"), *cache.glob("*/*.tmp")):
+                    leftover.unlink()
             yield
     except UsageError:
         if not ours and not any(path for name in subfolders for path in (cache / name).iterdir()):
-            for path in (cache / LOCK, cache / SKIPPED):
+            for path in (cache / LOCK, cache / f"{LOCK}{share}", cache / SKIPPED):
                 path.unlink(missing_ok=True)
             for folder in (*(cache / name for name in subfolders), *missing):
                 with suppress(OSError):
@@ -129,10 +133,17 @@ def build(cache: Path, draft: Manifest, parts: Sequence[Part], threads: int) -> 
     return finish(cache, draft, {index.shard_name(n): part.task for n, part in enumerate(parts)}, {})
 
 
-def finish(cache: Path, draft: Manifest, tasks: Mapping[str, str], facts: Mapping[str, Any]) -> Manifest:
+def finish(
+    cache: Path,
+    draft: Manifest,
+    tasks: Mapping[str, str],
+    facts: Mapping[str, Any],
+    audit: Callable[[list[str]], dict[str, Any]] = lambda keys: {},
+) -> Manifest:
     """Index and complete manifest from the finished shards, whose names and hashes `tasks` lists.
 
-    `facts` are added to the manifest's dataset. Raises RunError when a shard is not of this making.
+    `facts` are added to the manifest's dataset; `audit` of the samples' keys is what it says of their audit. Raises
+    RunError when a shard is not of this making.
     """
     metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(draft.codec, draft.layer_ids).items()}
     shards = index.scan(cache)
@@ -151,13 +162,14 @@ def finish(cache: Path, draft: Manifest, tasks: Mapping[str, str], facts: Mappin
     table = index.build(shards)
     modes = table.column("response").unique().to_pylist()
     counts = {"samples": len(table), "tokens": sum(table.column("tokens").to_pylist())}
-    keys = keys_hash(table.column("key").to_pylist())
+    keys = table.column("key").to_pylist()
     return index.publish(
         cache,
         replace(
             draft,
             generation=modes[0] if len(modes) == 1 else "mixed",
-            dataset={**draft.dataset, **facts, **counts, "keys": keys},
+            dataset={**draft.dataset, **facts, **counts, "keys": keys_hash(keys)},
+            audit=audit(keys),
             shards=[shard for shard, _ in shards],
         ),
         table,

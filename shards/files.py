@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import platform
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -25,8 +27,22 @@ def fsync_folder(folder: Path) -> None:
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename an already fsynced file or folder to its final name, durably."""
+    _may_die("rename", final)
     temporary.replace(final)
+    _may_die("renamed", final)
     fsync_folder(final.parent)
+
+
+def _may_die(point: str, path: Path) -> None:
+    """For tests: with DFLASH_TEST_KILL=POINT:PATH this process ends by SIGKILL when it gets there, once.
+
+    Points are fsync (written, not yet durable), rename (durable, without its name) and renamed (the folder is not yet
+    durable); PATH is a pattern. The death is noted in the file DFLASH_TEST_KILLED, and none follows.
+    """
+    if (wanted := os.environ.get("DFLASH_TEST_KILL")) and fnmatch(f"{point}:{path}", wanted):
+        with suppress(FileExistsError):
+            os.close(os.open(os.environ["DFLASH_TEST_KILLED"], os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def link(path: Path, target: Path) -> None:
@@ -45,6 +61,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
+            _may_die("fsync", path)
             os.fsync(file.fileno())
         publish(temporary, path)
     except BaseException:
@@ -97,18 +114,18 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def take_lock(lock: TextIO, folder: Path) -> None:
+def take_lock(lock: TextIO, folder: Path, shared: str = "") -> None:
     """Hold `folder` by its open lock file until that is closed; the kernel closes it for a process that died.
 
-    Raises UsageError naming the holder.
+    Several processes may hold it as `shared`, which says what they are. Raises UsageError naming the holder.
     """
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         raise UsageError(f"{folder}: in use by {lock.read().strip() or 'another process'}") from None
     lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {platform.node()}")
+    lock.write(shared or f"pid {os.getpid()} on {platform.node()}")
     lock.flush()
 
 

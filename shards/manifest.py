@@ -67,6 +67,8 @@ class Manifest:
     versions: dict[str, str]
     kernels: str
     """Which implementation of each kernel produced the states."""
+    audit: dict[str, Any] = field(default_factory=dict)
+    """How many samples were checked while they were made, and the keys of those to recompute later."""
     shards: list[ShardInfo] = field(default_factory=list)
     index: dict[str, Any] = field(default_factory=dict)
     """rows and xxh3 of index.parquet."""

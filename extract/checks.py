@@ -1,0 +1,197 @@
+"""Whether states can be right: against the stock model before the first task, and on the way to the disk.
+
+A fault here stops the run: wrong states train nicely and serve badly.
+
+Legend: T tokens, P tokens of a row, L captured layers, D hidden, B batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, combinations
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dflash_offline.shards.calibration import Calibrated
+from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.frames import FRAME_TOKENS, decode_frame, spans
+from dflash_offline.shards.quality import chan_snr, snr
+
+PROBE_LENGTHS = (5, 37, 64, 150)
+FIDELITY_TOKENS = 4 * FRAME_TOKENS
+"""So much of a sample is decoded again."""
+_MARGIN = 10.0
+"""dB that a single sample may be worse than what was measured on the calibration's tokens."""
+_REMEMBERED = 4096
+
+
+class StatesError(RunError):
+    """States that no model gives; going on would store more of them."""
+
+
+def probe_samples(vocab: int) -> list[Tensor]:
+    """The same random ids for everybody."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab, (n,), generator=generator, dtype=torch.int32) for n in PROBE_LENGTHS]
+
+
+def stock_states(model: nn.Module, layers: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """bf16 [P, L, D] of the probe's samples by the unmodified modules: each alone, and in a right-padded batch."""
+    samples = probe_samples(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    with _stock_attention(model):
+        alone = [_hooked(model, layers, ids[None], device)[0] for ids in samples]
+        width = max(PROBE_LENGTHS)
+        ids_BT = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids in samples])
+        batch_BTLD = _hooked(model, layers, ids_BT, device)
+    return torch.cat(alone), torch.cat([row[:n] for row, n in zip(batch_BTLD, PROBE_LENGTHS, strict=True)])
+
+
+@contextmanager
+def _stock_attention(model: nn.Module) -> Iterator[None]:
+    config: Any = model.config
+    before, config._attn_implementation = config._attn_implementation, "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@torch.inference_mode()
+def _hooked(model: nn.Module, layers: Sequence[int], ids_BT: Tensor, device: torch.device) -> Tensor:
+    kept: dict[int, Tensor] = {}
+
+    def keep(i: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            kept[i] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    decoder: nn.ModuleList = model.layers  # type: ignore[assignment]
+    handles = [decoder[i].register_forward_hook(keep(i)) for i in layers]
+    try:
+        model(input_ids=ids_BT.to(device, torch.long), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([kept[i] for i in layers], dim=2).to(torch.bfloat16)
+
+
+def probe(
+    capture: Callable[[Sequence[Tensor]], Tensor],
+    stock: tuple[Tensor, Tensor],
+    layers: Sequence[int],
+    vocab: int,
+    dtype: torch.dtype,
+) -> dict[str, list[float]]:
+    """Compare `capture` with `stock_states`, layer by layer. Returns the relative distances, and those of two shapes.
+
+    Raises UsageError naming the first layer that is further than twice the distance of two batch shapes.
+    """
+    alone, batch = stock
+    found_PLD = capture(probe_samples(vocab))
+    sound = [bool(torch.isfinite(part).all()) for part in torch.split(alone, list(PROBE_LENGTHS))]
+    if not any(sound):
+        parts = torch.split(alone, list(PROBE_LENGTHS))
+        finite_SL = torch.stack([torch.isfinite(part).all(dim=0).all(dim=-1) for part in parts])
+        layer = next((i for i, fine in zip(layers, finite_SL.any(dim=0), strict=True) if not fine), layers[-1])
+        raise UsageError(f"the target's states after layer {layer} are finite for no sample tried; check its files")
+    kept = torch.repeat_interleave(torch.tensor(sound), torch.tensor(PROBE_LENGTHS)).to(alone.device)
+    alone, batch, found_PLD = alone[kept], batch[kept], found_PLD[kept]
+    noise, distance = relative(alone, batch), relative(alone, found_PLD)
+    for layer, far, near in zip(layers, distance, noise, strict=True):
+        if not far <= 2 * near + rounding(layer, dtype):
+            raise UsageError(
+                f"states after layer {layer} are {far:.2%} away from the stock model's, whose own differ by {near:.2%} "
+                f"between two batch shapes; try --batching padded, other kernel versions, and report this"
+            )
+    if fault := layer_fault(found_PLD, layers):
+        raise UsageError(f"probe: {fault}; check the target's files")
+    return {"distance": distance, "shapes": noise}
+
+
+def relative(a_TLD: Tensor, b_TLD: Tensor) -> list[float]:
+    """L2 distance of every layer over the size of a."""
+    a_TLD, b_TLD = a_TLD.float(), b_TLD.float()
+    far_L, size_L = (a_TLD - b_TLD).square().sum(dim=(0, 2)), a_TLD.square().sum(dim=(0, 2))
+    return (far_L / size_L.clamp(min=1e-30)).sqrt().tolist()
+
+
+def rounding(layer: int, dtype: torch.dtype) -> float:
+    """Relative distance that rounding alone may make: of a bf16 residual stream once a layer, of fp32 at the end."""
+    return 2**-8 * math.sqrt(layer + 1) if dtype == torch.bfloat16 else 2**-10
+
+
+def layer_fault(states_TLD: Tensor, layers: Sequence[int]) -> str:
+    """A layer that is zero, the same for all tokens, or equal to another, of different tokens; "" when none is."""
+    pairs = list(combinations(range(len(layers)), 2))
+    found = torch.stack(
+        [
+            *(states_TLD == 0).all(dim=0).all(dim=-1),
+            *(states_TLD == states_TLD[:1]).all(dim=0).all(dim=-1),
+            *((states_TLD[:, i] == states_TLD[:, j]).all() for i, j in pairs),
+        ]
+    ).tolist()
+    names = [
+        *(f"states after layer {i} are all zero" for i in layers),
+        *(f"states after layer {i} are the same for every token" for i in layers),
+        *(f"states after layers {layers[i]} and {layers[j]} are equal" for i, j in pairs),
+    ]
+    return next((name for name, there in zip(names, found, strict=True) if there), "")
+
+
+def is_drawn(key: str, every: int) -> bool:
+    """Whether a sample is looked at more closely: one of `every`, by its key."""
+    return bool(every) and int(key[:8], 16) % every == 0
+
+
+class Watch:
+    """What a worker remembers of the states it has seen."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, tuple[int, str]] = {}
+
+    def row(self, states_PLD: Tensor, keys: Sequence[str], ids: Sequence[NDArray[np.int32]]) -> None:
+        """Raise StatesError when a sample of the row ends in the very state of another: stale or misplaced states."""
+        ends = [end - 1 for end in accumulate(map(len, ids))]
+        for last_D, key, own in zip(states_PLD[ends, -1].cpu().view(torch.int16).numpy(), keys, ids, strict=True):
+            print_, what = xxhash.xxh3_64_intdigest(last_D.tobytes()), xxhash.xxh3_64_intdigest(own.tobytes())
+            other, name = self._ends.setdefault(print_, (what, key))
+            if other != what:
+                raise StatesError(f"sample {key} has the states of sample {name}; rerun, and report this")
+        while len(self._ends) > _REMEMBERED:
+            del self._ends[next(iter(self._ends))]
+
+
+def check_sample(states_TLD: Tensor, key: str, ids: NDArray[np.int32], layers: Sequence[int]) -> Tensor:
+    """Raise StatesError when a layer cannot be right. Returns the part that `fidelity` compares, on the CPU."""
+    if len(np.unique(ids)) > 1 and (fault := layer_fault(states_TLD, layers)):
+        raise StatesError(f"sample {key}: {fault}; rerun, and report this")
+    return states_TLD[:FIDELITY_TOKENS].cpu()
+
+
+def fidelity(codec: Calibrated, frames: Sequence[bytes], states_TLD: Tensor, key: str) -> bool:
+    """Decode a sample's first frames again. True when they are as close as the calibration promised.
+
+    False: some channels are much worse. Raises StatesError when exact frames differ, or lossy ones by far too much.
+    """
+    lengths = [b - a for a, b in spans(len(states_TLD))]
+    parts = [decode_frame(codec.states, memoryview(f), n) for f, n in zip(frames, lengths, strict=False)]
+    lossy_TLD = torch.cat(parts).view_as(states_TLD)
+    as_promised = True
+    promises = zip(codec.quality["snr"], codec.quality["chan_snr"], strict=True)
+    for layer, (plain, by_channel) in enumerate(promises):
+        x, y = states_TLD[:, layer, None], lossy_TLD[:, layer, None]
+        if torch.equal(x, y):
+            continue
+        found = -math.inf if plain is None else float(snr(x, y))
+        if plain is None or found < plain - _MARGIN:
+            promised = "exact" if plain is None else f"{plain:.1f} dB"
+            raise StatesError(f"sample {key}: frames of layer {layer} decode to {found:.1f} dB, promised: {promised}")
+        alive = x.float().var(dim=0, correction=0)[0] > 0
+        as_promised &= float(chan_snr(x[..., alive], y[..., alive])) > by_channel - _MARGIN
+    return as_promised

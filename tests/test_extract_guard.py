@@ -1,0 +1,382 @@
+"""What watches a run: the probe, the audit of states, events, status, and the look at GPUs and disks before."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import arguments, call, copy_without_shards, extract
+from targets import write_target
+from torch import Tensor
+
+from dflash_offline.extract import checks, events, plan, preflight, runner
+from dflash_offline.extract.config import ExtractConfig, GuardConfig, TargetConfig
+from dflash_offline.extract.hybrid import HybridCapture
+from dflash_offline.extract.plan import Planned
+from dflash_offline.extract.runner import Runner, rows, start_runner
+from dflash_offline.extract.target import open_target
+from dflash_offline.extract.task import run_task
+from dflash_offline.shards import calibration
+from dflash_offline.shards.build import claim
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.frames import encode_frames
+from dflash_offline.shards.writer import Identity
+
+CPU = torch.device("cpu")
+LAYERS = (1, 2, 3, 4, 5)
+
+
+def made(site: Path, **changes: Any) -> Runner:
+    """A runner of the site's target that audits every sample."""
+    guard = GuardConfig(audit_every=1)
+    config = ExtractConfig(**{"target": TargetConfig(path=str(site / "t")), "guard": guard, **changes})
+    return start_runner(config, LAYERS, CPU)
+
+
+class Broken:
+    """A capture whose states are changed by `fault`."""
+
+    def __init__(self, whole: Any, fault: Callable[[Tensor], Tensor]) -> None:
+        self._whole, self._fault, self.hidden_size = whole, fault, whole.hidden_size
+
+    def __call__(self, samples: Any) -> Tensor:
+        return self._fault(self._whole(samples).clone())
+
+
+def zeroed(states_PLD: Tensor) -> Tensor:
+    states_PLD[:, 2] = 0
+    return states_PLD
+
+
+def doubled(states_PLD: Tensor) -> Tensor:
+    states_PLD[:, 3] = states_PLD[:, 2]
+    return states_PLD
+
+
+def constant(states_PLD: Tensor) -> Tensor:
+    states_PLD[:, 0] = states_PLD[0, 0]
+    return states_PLD
+
+
+def shifted(states_PLD: Tensor) -> Tensor:
+    return states_PLD.roll(1, dims=1)
+
+
+def late(states_PLD: Tensor) -> Tensor:
+    return states_PLD.roll(1, dims=0)
+
+
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+@pytest.mark.parametrize(
+    ("fault", "layer"), [(zeroed, 3), (doubled, 4), (constant, 1), (shifted, 1), (late, 1), (torch.nan_to_num, 0)]
+)
+def test_the_probe_refuses_states_that_are_not_the_stock_model_s(
+    site: Path, batching: str, fault: Callable[[Tensor], Tensor], layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B27, B31: before the first task, by layer, whatever the way of batching."""
+    name, plain = ("HybridCapture", HybridCapture) if batching == "packed" else ("Capture", runner.Capture)
+    monkeypatch.setattr(runner, name, lambda *args: Broken(plain(*args), fault))
+    if not layer:
+        distance = made(site, batching=batching).probe["distance"]  # nothing was changed
+        assert len(distance) == len(LAYERS) and max(distance) < 1e-3
+        return
+    with pytest.raises(UsageError, match=rf"states after layer {layer} are .*% away from the stock model's"):
+        made(site, batching=batching)
+
+
+def test_the_probe_passes_over_samples_that_are_not_finite(tmp_path: Path) -> None:
+    """B26: a NaN for one token costs its samples; NaN for all is refused before the first task."""
+    from safetensors.torch import load_file, save_file
+
+    write_target(tmp_path / "t")
+    path = tmp_path / "t" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][int(checks.probe_samples(320)[0][2])] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert len(made(tmp_path).probe["distance"]) == len(LAYERS)
+    tensors["model.layers.3.input_layernorm.weight"][:] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="states after layer 3 are finite for no sample tried"):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (zeroed, "states after layer 3 are all zero"),
+        (doubled, "states after layers 3 and 4 are equal"),
+        (constant, "states after layer 1 are the same for every token"),
+    ],
+)
+def test_a_layer_that_breaks_later_stops_the_run(
+    site: Path, tmp_path: Path, fault: Callable[[Tensor], Tensor], message: str
+) -> None:
+    """B27: on a sample drawn for the audit; no shard is written."""
+    copy_without_shards(site, tmp_path / "c")
+    found = plan.read(tmp_path / "c")
+    assert found is not None
+    whole = made(site)
+    with pytest.raises(checks.StatesError, match=rf"sample [0-9a-f]{{32}}: {message}"):
+        run_task(replace(whole, capture=Broken(whole.capture, fault)), tmp_path / "c", 0, found.tasks[0])
+    whole.writer.shutdown()
+    assert not list((tmp_path / "c" / "shards").glob("0*"))
+
+
+def test_stale_states_stop_the_run(site: Path, tmp_path: Path) -> None:
+    """B27: the capture gives the states of the row before."""
+    copy_without_shards(site, tmp_path / "c")
+    found = plan.read(tmp_path / "c")
+    assert found is not None
+    whole = made(site, token_budget=1)
+    kept: list[Tensor] = []
+
+    def stale(states_PLD: Tensor) -> Tensor:
+        kept.append(states_PLD)
+        return torch.cat([kept[0]] * 9)[-len(states_PLD) :]
+
+    with pytest.raises(checks.StatesError, match="has the states of sample"):
+        run_task(replace(whole, capture=Broken(whole.capture, stale)), tmp_path / "c", 0, found.tasks[0])
+
+
+@pytest.mark.parametrize("codec", ["lossless", "ecsq"])
+def test_frames_are_held_to_what_the_codec_promised(site: Path, tmp_path: Path, codec: str) -> None:
+    cache = Cache(site / "cache")
+    states_TLD = torch.cat([cache.read(n).states for n in range(9)]).view(-1, 5, 64)
+    parameters = {"delta": 0.25} if codec == "ecsq" else {}
+    calibrated = calibration.read(tmp_path, calibration.write(tmp_path, codec, parameters, states_TLD), 5, 64, False)
+    states_TLD = states_TLD[:300]
+    frames = encode_frames(calibrated.states, states_TLD)
+    assert checks.fidelity(calibrated, frames, states_TLD, "key")
+    noise = states_TLD.float().std() * torch.randn(states_TLD.shape, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(checks.StatesError, match=r"sample key: frames of layer 0 decode to .* dB, promised: "):
+        checks.fidelity(calibrated, frames, (states_TLD + noise).bfloat16(), "key")
+
+
+def test_no_sample_gets_the_states_of_another(site: Path) -> None:
+    """B28: by key, whatever is forwarded together and in whichever order."""
+    generator = np.random.default_rng(0)
+    lengths = generator.permutation(np.r_[3, 40, generator.integers(3, 40, 10)])
+    samples = [_planned(n, generator.integers(6, 300, length)) for n, length in enumerate(lengths)]
+    want: dict[str, Tensor] = {}
+    for batching in ("packed", "padded"):
+        whole = made(site, batching=batching)
+        for budget in (1, 100, 16384):
+            ordered = samples if batching == "packed" else sorted(samples, key=lambda s: len(s.input_ids))
+            run = replace(whole, config=replace(whole.config, token_budget=budget))
+            for row in rows(run, ordered):
+                for sample, states in zip(row.samples, torch.split(row.states_PLD, row.lengths), strict=True):
+                    assert len(states) == len(sample.input_ids) == len(sample.loss_mask)
+                    first = want.setdefault(sample.identity.key, states)
+                    torch.testing.assert_close(states.float(), first.float(), rtol=2**-7, atol=1e-4)
+    assert len(want) == 12
+
+
+def _planned(number: int, ids: Any) -> Planned:
+    who = {"key": f"{number:032x}", "prompt_key": "", "id": "", "source": "", "source_row": number}
+    identity = Identity(**who, finish_reason="", response="")
+    return Planned(identity=identity, input_ids=ids.astype(np.int32), loss_mask=np.ones(len(ids), np.uint8))
+
+
+def test_the_manifest_says_what_was_audited(site: Path, tmp_path: Path) -> None:
+    """The same on every number of workers, and after any restart: it follows from the keys."""
+    assert extract(*arguments(site, tmp_path / "c", workers=1, **{"guard.audit-every": 2})).returncode == 0
+    cache = Cache(tmp_path / "c")
+    found, drawn = cache.manifest.audit, [k for k in cache.keys if int(k[:8], 16) % 2 == 0]
+    assert found["checked"] == len(drawn) > 5 and found["reforward"] == sorted(cache.keys)[:16]
+    counted = sum(e["audited"] for e in events.read(tmp_path / "c") if e["event"] == "done")
+    assert counted == len(drawn)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "ecsq"])
+def test_audit_recomputes_stored_samples(site: Path, tmp_path: Path, codec: str) -> None:
+    assert extract(*arguments(site, tmp_path / "c", codec=codec, last_hidden="True", workers=1)).returncode == 0
+    done = call("audit", tmp_path / "c")
+    assert done.returncode == 0 and "16 samples recomputed, 0 differ" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("allowed") == 6  # the last hidden state too
+
+
+@pytest.mark.parametrize(("fault", "layers"), [(shifted, "12345"), (late, "12345"), (doubled, "4")])
+def test_audit_names_samples_whose_states_are_not_the_target_s(
+    site: Path, tmp_path: Path, fault: Callable[[Tensor], Tensor], layers: str
+) -> None:
+    """B27, B31: a cache written with a broken capture, everything that watched switched off."""
+    cache = tmp_path / "c"
+    copy_without_shards(site, cache)
+    found = plan.read(cache)
+    assert found is not None
+    whole = made(site, guard=GuardConfig(audit_every=0))
+    for number, task in enumerate(found.tasks):
+        run_task(replace(whole, capture=Broken(whole.capture, fault)), cache, number, task).result()
+    assert extract(*arguments(site, cache)).returncode == 0
+    done = call("audit", cache, "--samples", 3)
+    assert done.returncode == 3 and "3 samples recomputed, 3 differ" in done.stdout
+    for key in sorted(Cache(cache).keys)[:3]:
+        named = [line for line in done.stdout.splitlines() if line.startswith(f"sample {key}: layer ")]
+        assert "".join(line.split("layer ")[1][0] for line in named) == layers
+
+
+def test_audit_wants_the_target_the_cache_was_made_with(site: Path, tmp_path: Path) -> None:
+    write_target(tmp_path / "t", seed=5)
+    done = call("audit", site / "cache", "--target", tmp_path / "t")
+    assert done.returncode == 2 and "the cache was made with" in done.stderr and "--target" in done.stderr
+
+
+def test_status_of_complete_and_foreign_folders(site: Path, tmp_path: Path) -> None:
+    done = call("status", site / "cache")
+    assert done.returncode == 0 and f"{site / 'cache'}: complete" in done.stdout
+    assert "40 of              40  100.00%" in done.stdout and "complete: pid " in done.stdout
+    for place, message in (
+        (tmp_path, "not a cache"),
+        (tmp_path / "none", "no such folder"),
+        (site / "chats.jsonl", "a f"),
+    ):
+        done = call("status", place)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_status_of_dead_and_running_caches(site: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "c"
+    copy_without_shards(site, cache)
+    shutil.copy(site / "cache" / "shards" / "00000000.arrow", cache / "shards")
+    log = events.Events(cache)
+    log("start", tasks=3)
+    log("done", task=0, tokens=6000, seconds=2.0)
+    log.close()
+    with (cache / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": 5, "ev')  # torn by a kill
+    done = call("status", cache, "--events", 1)
+    assert "not complete, nobody is at work" in done.stdout and "it was killed" in done.stdout
+    assert "shards                 1 of               3" in done.stdout and "tokens/s" not in done.stdout
+    with claim(cache):
+        done = call("status", cache)
+        assert f"{cache}: running" in done.stdout and "held by pid " in done.stdout
+        assert "tokens/s in the last" in done.stdout and "min left" in done.stdout
+    log = events.Events(cache)  # after the torn line
+    log("stop", error="signal 15")
+    assert [e["event"] for e in events.read(cache)] == ["start", "done", "stop"]
+    assert "stopped: signal 15; rerun" in call("status", cache).stdout
+
+
+def test_events_tell_the_whole_run(site: Path) -> None:
+    happened = events.read(site / "cache")
+    names = [e["event"] for e in happened]
+    assert names[0] == "start" and names[-1] == "complete" and names.index("kernels") < names.index("calibrated")
+    assert names.count("done") == 3 and names.count("worker") == 2
+    assert all(e["time"] <= time.time() and e["pid"] > 0 for e in happened)
+    done = [e for e in happened if e["event"] == "done"]
+    assert sum(e["samples"] for e in done) == 40 and all(e["bytes"] > 0 and e["seconds"] >= 0 for e in done)
+
+
+class FakeNvml:
+    """The part of pynvml that is used, over GPUs given as (free, [(pid, bytes)])."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *gpus: tuple[int, list[tuple[int, int | None]]], fails: bool = False) -> None:
+        self._gpus, self._fails = gpus, fails
+
+    def nvmlInit(self) -> None:
+        if self._fails:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"Fake"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(free=self._gpus[handle][0], total=100 << 30)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=n) for pid, n in self._gpus[handle][1]]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[Any]:
+        return []
+
+
+def look(
+    site: Path,
+    nvml: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    devices: tuple[str, ...] = ("cuda:0", "cuda:1"),
+    **changes: Any,
+) -> list[str]:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    config = ExtractConfig(**changes)
+    return preflight.check_devices(config, list(devices), open_target(str(site / "t"), None), LAYERS)
+
+
+BIG = 90 << 30
+
+
+def test_gpus_are_looked_at_before(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml = FakeNvml((BIG, []), (BIG, [(77, 5 << 30), (78, None)]))
+    assert look(site, nvml, monkeypatch) == ["cuda:0", "cuda:1"]
+    said = capsys.readouterr().out
+    assert "cuda:0 (Fake): 96,636,764,160 of 107,374,182,400 bytes free; no process on it; about " in said
+    assert "pid 77 holds 5,368,709,120 bytes, pid 78 holds ? bytes" in said
+    assert look(site, nvml, monkeypatch, gpus="free") == ["cuda:0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-0")
+    assert look(site, nvml, monkeypatch, gpus="free") == ["cuda:1"]
+
+
+def test_gpus_without_room_are_refused(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml = FakeNvml((1 << 20, [(77, BIG)]), (BIG, []))
+    with pytest.raises(
+        UsageError, match=r"bytes are needed: cuda:0 .*pid 77 holds 96,636,764,160 bytes; use --gpus free"
+    ):
+        look(site, nvml, monkeypatch)
+    assert look(site, nvml, monkeypatch, gpus="free") == ["cuda:1"]
+    assert look(site, nvml, monkeypatch, guard=GuardConfig(preflight="warn")) == ["cuda:0", "cuda:1"]
+    assert "warning: about" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"no GPU is free with .* bytes: cuda:0"):
+        look(site, nvml, monkeypatch, ("cuda:0",), gpus="free")
+
+
+@pytest.mark.parametrize(("nvml", "reason"), [(None, "pip install nvidia-ml-py"), (FakeNvml(fails=True), "Driver Not")])
+def test_without_nvml_it_says_so(
+    site: Path, nvml: Any, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert look(site, nvml, monkeypatch) == ["cuda:0", "cuda:1"] and reason in capsys.readouterr().out
+    with pytest.raises(UsageError, match="which are free is not known"):
+        look(site, nvml, monkeypatch, gpus="free")
+    assert reason in capsys.readouterr().out
+    assert look(site, nvml, monkeypatch, ("cpu",)) == ["cpu"] and not capsys.readouterr().out
+
+
+def test_the_memory_needed_is_that_of_the_layers_loaded(site: Path) -> None:
+    target = open_target(str(site / "t"), None)
+    config = ExtractConfig(token_budget=1000)
+    few, all_of_them = (preflight.memory_need(config, target, layers, CPU) for layers in ((1,), LAYERS))
+    from dflash_offline.extract.target import load_decoder
+
+    model = load_decoder(target, 5, CPU, torch.float32, "sdpa")
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert all_of_them - (1 << 30) - weights == 1000 * (4 * (4 * 96 + 12 * 64) + 6 * 5 * 64) and few < all_of_them
+
+
+def test_one_config_for_all_that_watches() -> None:
+    with pytest.raises(ValueError, match=r"guard\.hang is -1\.0, expected 0 or more"):
+        GuardConfig(hang=-1.0)
+    for bad in ("1", "2/2", "a/b", "-1/3", "prepared"):
+        with pytest.raises(ValueError, match="task_slice is "):
+            ExtractConfig(task_slice=bad)
+    assert json.dumps(ExtractConfig(task_slice="1/3").share()) == "[1, 3]"
