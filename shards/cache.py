@@ -25,7 +25,7 @@ from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import CorruptError, RunError, UsageError
 from dflash_offline.shards.files import file_hash, is_locked
-from dflash_offline.shards.frames import allocate_bytes, is_sound
+from dflash_offline.shards.frames import FRAME_TOKENS, allocate_bytes, is_sound
 from dflash_offline.shards.keys import sample_key
 from dflash_offline.shards.layout import frame_ranges, ids_and_mask, read_range, read_sample, read_trailer
 from dflash_offline.shards.manifest import Manifest
@@ -225,10 +225,11 @@ class Cache:
                 ranges = read_trailer(file, row["shard"]).index.slice(row["row"], 1).to_pylist()[0]
         except CorruptError as error:
             return f"checksum differs, and {error}"
-        for i, (offset, length) in enumerate(zip(ranges["frame_offsets"], ranges["frame_lengths"], strict=True)):
+        places = zip(ranges["frame_offsets"], ranges["frame_lengths"], strict=True)
+        for name, (offset, length) in zip(frame_names(ranges), places, strict=True):
             at = offset - row["offset"]
             if not is_sound(message[at : at + length]):
-                return f"frame {i}: checksum differs"
+                return f"{name}: checksum differs"
         return "checksum differs outside the frames (ids, mask or metadata)"
 
     def close(self) -> None:
@@ -236,6 +237,12 @@ class Cache:
         with self._lock:
             while self._files:
                 os.close(self._files.popitem()[1])
+
+
+def frame_names(row: dict[str, Any]) -> list[str]:
+    """What errors call the frames of a trailer's row."""
+    count = -(-row["tokens"] // FRAME_TOKENS)
+    return [f"frame {i}" if i < count else f"last-hidden frame {i - count}" for i in range(len(row["frame_offsets"]))]
 
 
 def tokens_of(row: dict[str, Any], batch: pa.RecordBatch) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

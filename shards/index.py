@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from dflash_offline.shards import manifest
 from dflash_offline.shards.errors import CorruptError
 from dflash_offline.shards.files import atomic_file, file_hash
-from dflash_offline.shards.layout import INDEX_SCHEMA, Trailer, read_trailer
+from dflash_offline.shards.layout import INDEX_SCHEMA, Trailer, read_schema, read_trailer
 from dflash_offline.shards.manifest import Manifest, ShardInfo
 
 NAME = "index.parquet"
@@ -57,13 +57,25 @@ def publish(folder: Path, info: Manifest, table: pa.Table) -> Manifest:
     return info
 
 
+def _check_making(folder: Path, info: Manifest, shards: list[tuple[ShardInfo, Trailer]]) -> None:
+    """Raises CorruptError for a shard whose frames were not made with this calibration."""
+    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
+    for shard, trailer in shards:
+        path = folder / shard.name
+        with path.open("rb") as file:
+            if read_schema(file, trailer, str(path)).metadata != metadata:
+                raise CorruptError(f"{path}: written with another codec, calibration or layers than the manifest says")
+
+
 def load(folder: Path, info: Manifest, ranges: bool = False) -> pa.Table:
     """index.parquet checked against the manifest; for an incomplete cache, the rows of the shards finished so far.
 
     Frame ranges are half of the index and only needed to compare it with the trailers: `ranges` asks for them.
     """
     if not info.complete:
-        return build(scan(folder))
+        shards = scan(folder)
+        _check_making(folder, info, shards)
+        return build(shards)
     path = folder / NAME
     hint = "rerun the same `dflash-extract run` to rebuild it"
     if not path.is_file():

@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 
 from dflash_offline.shards import calibration, index, manifest
-from dflash_offline.shards.cache import TARGET_FOLDER
+from dflash_offline.shards.cache import TARGET_FOLDER, frame_names
 from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import FRAME_TOKENS
@@ -242,7 +242,7 @@ def read_message(
             at = end
         return True
 
-    names = _frame_names(row)
+    names = frame_names(row)
     places = [
         (offset - row["offset"], n) for offset, n in zip(row["frame_offsets"], row["frame_lengths"], strict=False)
     ]
@@ -272,11 +272,6 @@ def _memory(name: str, size: int) -> memoryview:
     if len(getattr(_local, name, b"")) < size:
         setattr(_local, name, np.empty(size, np.uint8).data)
     return getattr(_local, name)[:size]
-
-
-def _frame_names(row: dict[str, Any]) -> list[str]:
-    count = -(-row["tokens"] // FRAME_TOKENS)
-    return [f"frame {i}" if i < count else f"last-hidden frame {i - count}" for i in range(len(row["frame_offsets"]))]
 
 
 def _content_faults(data: memoryview, row: dict[str, Any], last_hidden: bool) -> Iterator[str]:

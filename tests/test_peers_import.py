@@ -145,6 +145,13 @@ def test_the_same_command_finishes_and_another_is_refused(
     code, _, err = bring(capsys, target, "specforge", DATA / "specforge", tmp_path / "c", "--shard-mib", 1)
     assert code == 2 and "codec was 'ecsq', now 'lossless'" in err and err.count("\n") == 1
     source = Path(shutil.copytree(DATA / "specforge", tmp_path / "s"))
+    path = source / "rows_0-2000" / "data_0.ckpt"
+    values = torch.load(path, weights_only=True)
+    torch.save(values | {"hidden_states": values["hidden_states"] * 2}, path)
+    code, _, err = bring(capsys, target, "specforge", source, tmp_path / "c", *small)
+    assert code == 2 and "data.states was" in err
+    assert {p: p.read_bytes() for p in paths} == before
+    shutil.copy(DATA / "specforge" / "rows_0-2000" / "data_0.ckpt", path)
     (source / "rows_0-2000" / "data_2.ckpt").unlink()
     code, _, err = bring(capsys, target, "specforge", source, tmp_path / "c", *small)
     assert code == 2 and "begun with other samples than the source holds now" in err

@@ -170,6 +170,26 @@ def test_missing_extra_and_swapped_shards_are_named(tmp_path: Path) -> None:
         Cache(tmp_path / "c")
 
 
+def test_a_growing_cache_of_another_calibration_is_refused(tmp_path: Path) -> None:
+    write_cache(tmp_path / "a", samples=4, complete=False)
+    write_cache(tmp_path / "b", samples=4, complete=False, seed=1)
+    for name in ("manifest.json", "codec.safetensors"):
+        (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
+    with pytest.raises(CorruptError, match=r"00000000\.arrow: written with another codec, calibration"):
+        Cache(tmp_path / "a", allow_incomplete=True)
+
+
+def test_damage_in_a_last_hidden_frame_is_called_so(tmp_path: Path) -> None:
+    write_cache(tmp_path / "c", samples=1, tokens=40, last_hidden=True)
+    path = tmp_path / "c" / index.shard_name(0)
+    row = index.load(tmp_path / "c", manifest.read(tmp_path / "c"), ranges=True).to_pylist()[0]
+    data = bytearray(path.read_bytes())
+    data[row["frame_offsets"][1] + 50] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match="last-hidden frame 0: checksum differs"):
+        Cache(tmp_path / "c").read(0)
+
+
 def test_incomplete_and_absent_caches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         Cache(tmp_path / "nothing")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dflash_offline.extract import plan as plans
@@ -92,6 +93,9 @@ def run(args: Import) -> int:
     }
     with claim(args.out, (index.SHARDS_FOLDER, plans.FOLDER)):
         found, skips = _survey(peer, args, target.config.vocab_size, threads)
+        # Ids and settings do not tell two extractions of one dataset apart.
+        states_TLD, _ = _read(_load(peer, found[0].number, args.trim), args)
+        settings["data.states"] = xxhash.xxh3_64_hexdigest(states_TLD.contiguous().view(torch.int16).numpy())
         groups = list(_groups(found, args, len(peer.layers) * shape.hidden))
         plan = _plan(args, settings, groups, peer.count, skips)
         _check_plan(args.out, plan)
