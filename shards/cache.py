@@ -166,10 +166,10 @@ class Cache:
         row = self.row(number)
         try:
             batch = self.read_batch(row, self._scratch_bytes(row["length"]))
-            ids, mask = (values.copy() for values in tokens_of(row, batch))
+            ids, mask = tokens_of(row, batch)
             frames = _buffers(batch.column("frames"))
             last = _buffers(batch.column("last_frames")) if self.manifest.last_hidden else []
-            return unpack_sample(row["key"], ids, mask, frames, last, self.codec, allocate)
+            return unpack_sample(row["key"], ids.copy(), mask.copy(), frames, last, self.codec, allocate)
         except CorruptError as error:
             raise CorruptError(f"{self._where(row)}: {error}") from None
 

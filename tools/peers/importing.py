@@ -95,7 +95,7 @@ def run(args: Import) -> int:
         found, skips = _survey(peer, args, target.config.vocab_size, threads)
         # Ids and settings do not tell two extractions of one dataset apart.
         states_TLD, _ = _read(_load(peer, found[0].number, args.trim), args)
-        settings["data.states"] = xxhash.xxh3_64_hexdigest(states_TLD.contiguous().view(torch.int16).numpy())
+        settings["data.states"] = xxhash.xxh3_64_hexdigest(states_TLD.contiguous().view(torch.int16).numpy().data)
         groups = list(_groups(found, args, len(peer.layers) * shape.hidden))
         plan = _plan(args, settings, groups, peer.count, skips)
         _check_plan(args.out, plan)
