@@ -1,7 +1,7 @@
 """`dflash-extract audit CACHE`: a random draw of samples again through the target, compared with what is stored.
 
-Allowed, per layer, is twice the distance between the sample alone and among others, what rounding alone may make, and
-twice the noise that the codec measured of itself.
+Allowed, per layer, is twice the noise of computing (between a sample alone and among others, and what the probe found)
+and twice the noise that the codec measured of itself.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_offline.extract.checks import relative, rounding
+from dflash_offline.extract.checks import ROUNDING, relative
 from dflash_offline.extract.config import AuditConfig, ExtractConfig, GuardConfig, TargetConfig
-from dflash_offline.extract.runner import compute_dtype, make_runner
+from dflash_offline.extract.runner import make_runner
 from dflash_offline.extract.target import identity, open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
@@ -51,7 +51,6 @@ def audit(config: AuditConfig) -> int:
         guard=GuardConfig(),
     )
     runner = make_runner(run, target, cache.layer_ids, device)
-    dtype = compute_dtype(run, device)
     numbers = _draw(cache, info.audit.get("reforward", []), config.samples)
     again = [_recompute(cache.read(n), runner.capture) for n in numbers]
     noise = relative(*(torch.cat([getattr(a, how) for a in again]) for how in ("alone", "among")))
@@ -59,8 +58,8 @@ def audit(config: AuditConfig) -> int:
     if info.last_hidden:
         codec += _noise(cache.codec.quality["last"])
     limits = [
-        2 * near + rounding(layer, dtype) + 2 * lossy
-        for layer, near, lossy in zip(runner.captured, noise, codec, strict=True)
+        2 * max(near, probed) + ROUNDING + 2 * lossy
+        for near, probed, lossy in zip(noise, runner.probe["noise"], codec, strict=True)
     ]
     bad, furthest = 0, [0.0] * len(limits)
     for a in again:

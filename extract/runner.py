@@ -87,7 +87,7 @@ def make_runner(
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     hybrid = packed and target.model_type.startswith("qwen3_5")
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
-    found = {} if stock is None else checks.probe(capture, stock, captured, target.config.vocab_size, dtype)
+    found = {} if stock is None else checks.probe(capture, stock, captured, target.config.vocab_size)
     return Runner(
         config=config,
         layers=tuple(layers),

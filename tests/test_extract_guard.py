@@ -93,6 +93,22 @@ def test_the_probe_refuses_states_that_are_not_the_stock_model_s(
         made(site, batching=batching)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
+def test_the_probe_knows_how_far_bfloat16_is_from_itself(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order of roundings passes, although two batch shapes of the stock model hardly differ; a shift fails."""
+    write_target(tmp_path / "t", family)
+    target = TargetConfig(path=str(tmp_path / "t"), dtype="bfloat16")
+    found = made(tmp_path, target=target).probe
+    assert all(far <= near for far, near in zip(found["distance"], found["noise"], strict=True))
+    assert 0.005 < max(found["noise"]) < 0.2
+    name, plain = ("HybridCapture", HybridCapture) if family == "qwen3_5" else ("Capture", runner.Capture)
+    monkeypatch.setattr(runner, name, lambda *args: Broken(plain(*args), shifted))
+    with pytest.raises(UsageError, match="states after layer 1 are"):
+        made(tmp_path, target=target)
+
+
 def test_the_probe_passes_over_samples_that_are_not_finite(tmp_path: Path) -> None:
     """B26: a NaN for one token costs its samples; NaN for all is refused before the first task."""
     from safetensors.torch import load_file, save_file
