@@ -88,7 +88,8 @@ def _defaults(cls: type[T], path: Path) -> T:
         return structure(cls, values, str(path))
     unchecked = {"__post_init__": lambda self: None}
     partial = make_dataclass(cls.__name__, holes, bases=(cls,), namespace=unchecked, frozen=True, kw_only=True)
-    found, out = structure(partial, values, str(path)), object.__new__(cls)
+    found: Any = structure(partial, values, str(path))
+    out = object.__new__(cls)
     for f in fields(found):
         object.__setattr__(out, f.name, getattr(found, f.name))
     return out
