@@ -86,6 +86,14 @@ def test_muon_steps_are_orthogonal_and_of_adamw_s_size() -> None:
     assert torch.equal(module.state_dict()["1.weight"], gain.state_dict()["1.weight"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_are_as_set(optimizer: Any) -> None:
+    config = OptimConfig(optimizer=optimizer, betas=(0.5, 0.6), muon_momentum=0.7)
+    groups = [group for made in build_optimizers(net(), config) for group in made.param_groups]
+    found = {group.get("betas", group.get("momentum")) for group in groups}
+    assert found == ({(0.5, 0.6)} if optimizer == "adamw" else {(0.5, 0.6), 0.7})
+
+
 def test_muon_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UsageError, match=r"optim.optimizer = muon: torch .* has none; install torch 2.11"):
