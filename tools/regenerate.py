@@ -258,7 +258,7 @@ def _ask(args: Regenerate, model: str, messages: list[dict[str, Any]], tools: An
             raise TypeError
     except (KeyError, IndexError, TypeError, ValueError):
         raise SkipRow("strange_answer", f"{str(reply)[:200]!r}") from None
-    message = {"role": "assistant", "content": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     message |= {"reasoning_content": reasoning} if reasoning else {}
     message |= {"tool_calls": calls} if calls else {}
     if finish not in (*_FINISHED, "length"):
