@@ -50,7 +50,7 @@ def test_bytes_do_not_depend_on_the_number_of_workers(site: Path, tmp_path: Path
 
 
 def test_a_killed_run_continues_to_the_same_bytes(site: Path, tmp_path: Path) -> None:
-    """SIGKILL to the parent after its first shard: the rerun keeps that shard and ends with equal bytes."""
+    """B38: SIGKILL to the parent after its first shard: the rerun keeps that shard and ends with equal bytes."""
     process = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE, text=True)
     shards = tmp_path / "c" / "shards"
     deadline = time.monotonic() + 60
@@ -69,6 +69,7 @@ def test_a_killed_run_continues_to_the_same_bytes(site: Path, tmp_path: Path) ->
 
 
 def test_sigterm_keeps_finished_shards(site: Path, tmp_path: Path) -> None:
+    """B96."""
     process = subprocess.Popen(
         command(*arguments(site, tmp_path / "c", workers=1)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -92,6 +93,7 @@ def test_sigterm_keeps_finished_shards(site: Path, tmp_path: Path) -> None:
     ],
 )
 def test_changed_settings_are_refused_by_name(site: Path, name: str, value: object, field: str) -> None:
+    """B39."""
     before = tree(site / "cache")
     args = arguments(site, site / "cache", **{name: value})
     done = extract(*[w for a in args for w in (str(a).split() if name == "target.layers" and a == value else [a])])
@@ -100,13 +102,41 @@ def test_changed_settings_are_refused_by_name(site: Path, name: str, value: obje
     assert {k: v for k, v in tree(site / "cache").items() if k != ".lock"} == before
 
 
+@pytest.mark.parametrize("what", ["chat_template", "tokenizer", "chat_template.args", "slice"])
+def test_changed_data_is_refused_by_name(site: Path, tmp_path: Path, what: str) -> None:
+    """B39: what the samples were rendered with, and another slice of as many rows; nothing in the folder changes."""
+    shutil.copytree(site / "t", tmp_path / "t")
+    changes: dict[str, Any] = {"target.path": tmp_path / "t"}
+    if what == "chat_template":
+        path = tmp_path / "t" / "chat_template.jinja"
+        path.write_text(path.read_text().replace("<think>\\n\\n</think>", "<think>\\n</think>"))
+    elif what == "tokenizer":
+        path = tmp_path / "t" / "tokenizer.json"
+        values = json.loads(path.read_text())
+        values["model"]["merges"] = values["model"]["merges"][:-1]
+        path.write_text(json.dumps(values))
+    elif what == "slice":
+        changes["data.files"] = write_chats(tmp_path / "chats.jsonl", 40, seed=3)
+    else:
+        changes["data.enable-thinking"] = "True"
+    before = tree(site / "cache")
+    done = extract(*arguments(site, site / "cache", **changes))
+    wanted = "40 of its 40 samples are not in the dataset" if what == "slice" else f"{what} was "
+    assert done.returncode == 2 and wanted in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert {k: v for k, v in tree(site / "cache").items() if k != ".lock"} == {
+        k: v for k, v in before.items() if k != ".lock"
+    }
+
+
 def test_another_target_is_refused(site: Path, tmp_path: Path) -> None:
+    """B39."""
     write_target(tmp_path / "t", seed=1)
     done = extract(*arguments(site, site / "cache", **{"target.path": tmp_path / "t"}))
     assert done.returncode == 2 and "target.weights was" in done.stderr
 
 
 def test_order_is_free_supersets_extend_and_losses_are_refused(site: Path, tmp_path: Path) -> None:
+    """B39."""
     shutil.copytree(site / "cache", tmp_path / "c")
     rows = (site / "chats.jsonl").read_text().splitlines()
     shuffled, grown, cut = (tmp_path / n for n in ("shuffled.jsonl", "grown.jsonl", "cut.jsonl"))
@@ -153,6 +183,7 @@ def test_the_last_hidden_state_gives_the_target_s_own_logits(site: Path, tmp_pat
 
 
 def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:
+    """B40: the second is told who holds it; a lock whose holder was killed holds nobody."""
     first = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE)
     while not (tmp_path / "c" / "plan" / "plan.json").is_file() and first.poll() is None:
         time.sleep(0.01)
@@ -161,6 +192,9 @@ def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:
     if second.returncode != 0:  # unless the first was faster
         assert second.returncode == 2 and f"in use by pid {first.pid} on" in second.stderr
     assert first.returncode == 0
+    (tmp_path / "c" / ".lock").write_text("pid 1 on elsewhere")
+    again = extract(*arguments(site, tmp_path / "c"))
+    assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
 @pytest.mark.parametrize(
@@ -228,6 +262,7 @@ def test_skipped_rows_are_counted_and_listed(site: Path, tmp_path: Path) -> None
 
 
 def test_nonfinite_states_are_skipped_and_said(site: Path, tmp_path: Path) -> None:
+    """B26."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(site / "t", tmp_path / "t")
@@ -332,6 +367,8 @@ def test_a_strange_row_is_skipped_with_a_reason(site: Path, tmp_path: Path, row:
 
 
 def test_a_full_disk_is_said_with_its_path_and_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B41."""
+
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")

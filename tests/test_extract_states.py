@@ -55,6 +55,7 @@ def assert_same_bf16(found: torch.Tensor, expected_fp32: torch.Tensor) -> None:
 @pytest.mark.parametrize("batching", ["packed", "padded"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "llama"])
 def test_states_equal_hidden_states_of_the_stock_model(tmp_path: Path, family: str, batching: str) -> None:
+    """B31."""
     net = write_target(tmp_path / "t", family)
     expected = [stock(net, ids) for ids in samples()]
     for found, want in zip(capture(tmp_path / "t", batching)(samples()), expected, strict=True):
@@ -65,7 +66,7 @@ def test_states_equal_hidden_states_of_the_stock_model(tmp_path: Path, family: s
 
 
 def test_packing_without_boundaries_leaks(tmp_path: Path) -> None:
-    """The negative of the test above: each mixer really needs the boundaries."""
+    """B29: the negative of the test above: each mixer really needs the boundaries."""
     net = write_target(tmp_path / "t", "qwen3_5")
     run = capture(tmp_path / "t")
     ids = samples()
@@ -100,6 +101,7 @@ def test_states_do_not_depend_on_the_batch(tmp_path: Path, batching: str) -> Non
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", ""])
 def test_every_checkpoint_layout_loads_the_same(tmp_path: Path, prefix: str) -> None:
+    """B36."""
     net = write_target(tmp_path / "t", "qwen3_5", prefix)
     assert_same_bf16(capture(tmp_path / "t")(samples())[1], stock(net, samples()[1]))
 
@@ -127,6 +129,7 @@ def edit(folder: Path, change: Any) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, message: str) -> None:
+    """B36."""
     write_target(tmp_path / "t", "qwen3_5")
     edit(tmp_path / "t", change)
     with pytest.raises(UsageError, match=message):
@@ -189,6 +192,7 @@ def test_layer_rule(layers: int, n: int, ids: list[int]) -> None:
 
 
 def test_layers_that_do_not_fit_are_refused() -> None:
+    """B31, B33."""
     with pytest.raises(UsageError, match="duplicates"):
         choose_layers((), 5, 6)
     with pytest.raises(UsageError, match="9, 17, 25, 33 out of range; the target has layers 0 to 7"):
