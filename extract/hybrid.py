@@ -94,9 +94,8 @@ class HybridCapture:
         start = 0
         for n in lengths:
             lent = slice(start, start + -(-n // LENGTH_STEP) * LENGTH_STEP)
-            out = F.scaled_dot_product_attention(
-                *(x[lent].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=d**-0.5, enable_gqa=True
-            )
+            query, key, value = (x[lent].transpose(0, 1)[None] for x in (q, k, v))
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=d**-0.5, enable_gqa=True)
             own = slice(start, start + n)
             self._ops.gate_heads(out[0].transpose(0, 1)[:n], proj_P[own], out_PC[own])
             start += n
