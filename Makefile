@@ -20,8 +20,9 @@ $(VENV)/.ready: pyproject.toml
 demo: $(VENV)/.ready
 	$(PY) -m dflash_offline.tools.demo --out $(OUT)
 
+# Two processes of one thread each: most tests wait for processes of their own.
 test: $(VENV)/.ready
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 slow: $(VENV)/.ready
 	$(PY) -m pytest -m slow

@@ -5,9 +5,11 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 from qwen import renderer, take
 
 
+@pytest.mark.slow  # a rate, which other tests beside it would decide
 def test_planning_keeps_most_of_the_tokenizer_s_rate(tmp_path: Path) -> None:
     """Rendering, masks, keys, counting and writing: at least 0.6 of bare encode_batch on texts of 2,000 tokens."""
     using, generator = renderer(preserve_thinking=True), random.Random(0)
