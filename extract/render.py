@@ -24,7 +24,7 @@ from dflash_offline.extract.dataset import Row, SkipRow
 from dflash_offline.extract.template import Turns, common_prefix, find_turns, learn_turns
 from dflash_offline.shards.errors import UsageError
 
-MASK_RULE = "assistant turns on ids, generation prompt excluded, end token included; 1"
+MASK_RULE = "assistant turns on ids, generation prompt excluded, end token included; 2"
 NOTES = ("chat markers in a prompt", "thinking of earlier turns left out by the template", "empty thinking supervised")
 """What is worth saying of a row that is kept; bit n of `Rendered.notes`."""
 _MARKERS, _LEFT_OUT, _EMPTY = 1, 2, 4
