@@ -1,7 +1,7 @@
 """`dflash-extract run`: read -> render -> mask -> key -> plan -> [forward -> encode -> write] -> index -> complete."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,9 @@ def run(config: ExtractConfig) -> int:
     """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
-    config = replace(config, data=with_files(config.data))
+    share = config.share()
+    if not share:
+        config = replace(config, data=with_files(config.data))
     devices = preflight.choose_devices(config)
     target = open_target(config.target.path, config.target.revision)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
@@ -58,7 +60,6 @@ def run(config: ExtractConfig) -> int:
     if config.dry_run:
         return dry_run(config, renderer, task_tokens, len(layers), hidden, len(devices))
     devices = preflight.check_devices(config, devices, target, layers)
-    share = config.share()
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
         _clean(config)
@@ -85,20 +86,9 @@ def run(config: ExtractConfig) -> int:
             events("start", tasks=len(todo), of=len(plan.tasks), devices=devices, versions=draft.versions)
             progress = Progress(config.cache, plan, todo, draft, events, alone=not share)
             try:
-                engine = _engine(config)
-                if failed := engine(job, devices, todo, calibrate, progress.note, events) if todo or calibrate else {}:
-                    first, error = next(iter(failed.items()))
-                    raise RunError(
-                        f"{len(failed)} of {len(plan.tasks)} tasks failed: {', '.join(map(str, failed))}; "
-                        f"task {first}: {error}; rerun to retry"
-                    )
-                _clean(config)
-                if config.task_slice:
-                    what = f"slice {config.task_slice} is done" if share else "prepared"
-                    print(f"{config.cache}: {what}; this run: {progress.summary()}")
-                    events("slice done", slice=config.task_slice)
-                    return 3 if progress.lost else 0
-                lost = _finish(config, progress.draft, plan, target, old)
+                if todo or calibrate:
+                    _work(job, devices, todo, calibrate, progress, events)
+                lost = progress.lost if config.task_slice else _finish(config, progress.draft, plan, target, old)
             except pool.Interrupted as signal:
                 (number,) = signal.args
                 events("stop", error=f"signal {number}")
@@ -107,9 +97,25 @@ def run(config: ExtractConfig) -> int:
             except BaseException as error:
                 events("stop", error=f"{type(error).__name__}: {error}")
                 raise
-            events("complete", lost=lost)
-    print(f"{config.cache}: complete, {sum(t.samples for t in plan.tasks)} samples; this run: {progress.summary()}")
+            what = f"slice {config.task_slice} is done" if share else config.task_slice and "prepared"
+            events("part done" if what else "complete", lost=lost)
+    what = what or f"complete, {sum(t.samples for t in plan.tasks)} samples"
+    print(f"{config.cache}: {what}; this run: {progress.summary()}")
     return 3 if lost else 0
+
+
+def _work(
+    job: pool.Job, devices: Sequence[str], todo: Sequence[int], calibrate: bool, progress: Progress, events: Events
+) -> None:
+    """Run the tasks. Raises RunError naming those that failed."""
+    failed = _engine(job.config)(job, devices, todo, calibrate, progress.note, events)
+    if failed:
+        first, error = next(iter(failed.items()))
+        raise RunError(
+            f"{len(failed)} of {len(job.plan.tasks)} tasks failed: {', '.join(map(str, failed))}; task {first}: "
+            f"{error}; rerun to retry"
+        )
+    _clean(job.config)
 
 
 def _engine(config: ExtractConfig) -> Callable[..., dict[int, str]]:
@@ -143,7 +149,8 @@ def _clean(config: ExtractConfig) -> None:
         return share is None or (number.isdecimal() and int(number) % share[1] == share[0])
 
     roots.prepare(config.roots, config.cache, ours)
-    for leftover in filter(ours, (config.cache / index.SHARDS_FOLDER).glob("*.tmp")):
+    shards, side = (config.cache / index.SHARDS_FOLDER).glob("*.tmp"), config.cache.glob("*.tmp")
+    for leftover in filter(ours, (*shards, *side)):
         leftover.unlink()
 
 

@@ -1,21 +1,28 @@
 """`python extract_killed.py KILLS SEED WORKERS FOLDER ARGUMENTS...`: extract, killed KILLS times, each time run again.
 
-Every attempt is a fork of this process, which has imported torch and computed nothing. It dies by SIGKILL of a worker,
-the parent or all of them, at a random moment (two thirds of them after a shard of its own) or at a named point of the
-code. Whenever a cache gets finished it is compared with one that was not disturbed, and a new one is begun. Prints a
-line for every kill; anything wrong ends it with an AssertionError.
+Every attempt is a fork of this process, which has imported torch and computed nothing, and so are its workers: starting
+them anew takes longer than all they do. It dies by SIGKILL of a worker, the parent or all of them, at a random moment
+(two of three times after a shard of its own) or at a named point of the code. Whenever a cache gets finished it is
+compared with one that was not disturbed, and a new one is begun. Prints a line for every kill; anything wrong ends it
+with an AssertionError.
 """
 
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from dflash_offline.extract import events
+from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: F401
+
+from dflash_offline.extract import events, pool
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.run import run
 from dflash_offline.shards.command import parse
@@ -26,7 +33,7 @@ FILES = ("plan.json", "tokens-*", "/skipped.jsonl", "target.safetensors", "codec
          "manifest.json")  # fmt: skip
 POINTS = [
     *(f"{point}:*{name}" for name in FILES for point in ("fsync", "rename", "renamed")),
-    *(f"{point}:*/shards/0*.arrow" for point in ("rename", "renamed")),  # the shard, or the link to it
+    *(f"{where}{point}:*/shards/0*.arrow" for where in ("", "link of a root ") for point in ("rename", "renamed")),
     *(f"{point}:*/disk/*/0*.arrow" for point in ("rename", "renamed")),
 ]
 CRITICAL = ["rename:*/shards/0*.arrow", "rename:*index.parquet", "renamed:*index.parquet", "rename:*manifest.json"]
@@ -42,18 +49,30 @@ def attempt(arguments: list[str], point: str, marker: Path, log: Path) -> int:
             os.dup2(fd, 2)
             if point:
                 os.environ |= {"DFLASH_TEST_KILL": point, "DFLASH_TEST_KILLED": str(marker)}
+            pool.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))  # type: ignore[assignment]
+            pool._serve = serve
             code = run(parse(ExtractConfig, arguments, "", ""))
             sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return child
 
 
+def serve(*args: Any, plain: Any = pool._serve) -> None:
+    """A worker like one started anew: SIGTERM ends it, and it does not hold the cache in its parent's place."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and fd.readlink().name == ".lock":
+            os.close(int(fd.name))
+    plain(*args)
+
+
 def children(pid: int) -> list[int]:
     """Its workers."""
     try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
@@ -67,14 +86,14 @@ def shards(cache: Path) -> int:
     return len(list(cache.glob("shards/*.arrow")))
 
 
-def kill_at_random(pid: int, victim: str, cache: Path, first: float, rest: float, rng: random.Random) -> bool:
-    """SIGKILL to `victim` before the first new shard or after it. False when the run was over before."""
-    late, before, deadline = rng.random() < 2 / 3, shards(cache), time.monotonic() + 120
+def kill_at_random(pid: int, victim: str, cache: Path, late: bool, seconds: float, rng: random.Random) -> bool:
+    """SIGKILL to `victim` within so many seconds of the start or of its first shard. False when the run was over."""
+    before, deadline = shards(cache), time.monotonic() + 120
     if late:
         while shards(cache) == before and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-    time.sleep(rng.uniform(0, rest if late else first))
+    time.sleep(rng.uniform(0, seconds))
     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
         return False
     found = children(pid)
@@ -118,25 +137,28 @@ def main(kills: int, seed: int, workers: int, folder: Path, arguments: list[str]
     named = [*CRITICAL, *rng.sample(POINTS, len(POINTS))] if kills >= 2 * len(POINTS) else CRITICAL[:1] + CRITICAL[2:]
     plans = [*named, *["worker", "parent", "all"] * kills][:kills]
     rng.shuffle(plans)
-    deaths = caches = 0
+    deaths = caches = early = late = 0
     with_roots, pid = False, 0
     while plans or deaths:
         plan = plans[-1] if plans else ""
-        point = plan if ":" in plan else ""
-        roots = with_roots or "disk" in point
+        point = plan.removeprefix("link of a root ") if ":" in plan else ""
+        roots = with_roots or "disk" in plan or "root" in plan
         if roots != with_roots:  # only in a new cache
             shutil.rmtree(cache, ignore_errors=True)
             deaths, with_roots = 0, roots
         pid = attempt([*argv(cache), *(["--roots", str(disk)] if roots else [])], point, marker, log)
         hit = False
         if plan and not point:
-            hit = kill_at_random(pid, plan, cache, first, rest, rng)
+            is_late = late < 2 / 3 * (early + late + 1)
+            seconds = rest * (1 - shards(cache) / shards(want)) if is_late else first
+            hit = kill_at_random(pid, plan, cache, is_late, seconds, rng)
+            late, early = late + (hit and is_late), early + (hit and not is_late)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code in (0, -signal.SIGKILL), log.read_text()[-2000:]
         if point and marker.exists():
             marker.unlink()
             hit = True
-            print(f"at {point}", flush=True)
+            print(f"at {plan}", flush=True)
         if hit:
             plans.pop()
         deaths += code != 0
@@ -145,7 +167,7 @@ def main(kills: int, seed: int, workers: int, folder: Path, arguments: list[str]
             shutil.rmtree(cache)
             shutil.rmtree(disk, ignore_errors=True)
             deaths, caches, with_roots = 0, caches + 1, rng.random() < 0.3
-    print(f"{kills} kills, {caches} caches compared", flush=True)
+    print(f"{kills} kills, {late} of {early + late} random ones late, {caches} caches compared", flush=True)
 
 
 if __name__ == "__main__":

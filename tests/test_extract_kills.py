@@ -1,6 +1,7 @@
 """B38: SIGKILL anywhere, and the same command again: the cache equals one that nothing happened to."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ def test_a_few_kills(site: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_kills(site: Path, tmp_path: Path) -> None:
     said = killed(site, tmp_path, kills=100, seed=100, workers=2)
-    assert said[-1].startswith("100 kills, ")
+    late, drawn = map(int, re.findall(r"100 kills, (\d+) of (\d+) random", said[-1])[0])
+    assert late >= 0.6 * drawn and sum(line.startswith("at ") for line in said) >= 29
     print("\n".join(line for line in said if "samples in both" not in line))
 
 

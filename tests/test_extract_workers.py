@@ -168,7 +168,7 @@ def test_a_full_disk_ends_the_run_at_once(
     assert "shards/0000000" in err and "make room and rerun" in err
     assert events.read(tmp_path / "c")[-1]["event"] == "stop"
     assert not list((tmp_path / "c").rglob("*.arrow.*tmp")) and not list((tmp_path / "c" / "shards").glob("*.arrow"))
-    assert extract(*arguments(site, tmp_path / "c")).returncode == 0
+    assert extract(*arguments(site, tmp_path / "c", workers=1)).returncode == 0
     ours, theirs = tree(tmp_path / "c"), tree(site / "cache")
     del ours[".lock"], theirs[".lock"]
     assert ours == theirs
@@ -182,7 +182,7 @@ def test_a_disk_that_is_too_small_is_said_before(site: Path, tmp_path: Path, mon
     assert (
         done.returncode == 2 and "bytes more: 1,000,000 free on" in done.stderr and not list(tmp_path.rglob("0*.arrow"))
     )
-    done = extract(*arguments(site, tmp_path / "c", **{"guard.preflight": "warn"}))
+    done = extract(*arguments(site, tmp_path / "c", workers=1, **{"guard.preflight": "warn"}))
     assert done.returncode == 0 and "warning: needs" in done.stdout
 
 
@@ -200,7 +200,7 @@ def test_long_samples_that_do_not_fit_into_memory_are_skipped(site: Path, tmp_pa
     skips = [json.loads(line) for line in (tmp_path / "c/shards/00000000.skipped.jsonl").read_text().splitlines()]
     assert [s["reason"] for s in skips] == ["oom", "oom"]
     assert sorted(int(s["detail"].split()[0]) for s in skips) == lengths[-2:]
-    done_again = extract(*arguments(site, tmp_path / "c"))
+    done_again = extract(*arguments(site, tmp_path / "c", workers=1))
     assert done_again.returncode == 3 and len(Cache(tmp_path / "c")) == 38
 
 
