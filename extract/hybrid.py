@@ -66,12 +66,13 @@ class HybridCapture:
         states_PLD = torch.empty(
             len(ids_P), len(self._wanted), x_PD.shape[1], dtype=torch.bfloat16, device=self._device
         )
+        lent = _lent(lengths).to(self._device, non_blocking=True)
         eps: float = self.config.rms_norm_eps
         with kernels.boundaries(lengths, self._device):
             for i, layer in enumerate(self._layers):
                 proj_P = F.linear(self._ops.norm(x_PD, layer.before, eps), layer.project)
                 if layer.attention:
-                    mixed_PC = self._attend(layer, proj_P, lengths, cos[0], sin[0])
+                    mixed_PC = self._attend(layer, proj_P, lengths, lent, cos[0], sin[0])
                 else:
                     mixed_PC = self._recur(layer, proj_P, place_P)
                 x_PD.addmm_(mixed_PC, layer.out.t())
@@ -81,24 +82,28 @@ class HybridCapture:
                     states_PLD[:, place] = x_PD
         return states_PLD
 
-    def _attend(self, layer: Layer, proj_P: Tensor, lengths: Sequence[int], cos_PR: Tensor, sin_PR: Tensor) -> Tensor:
+    def _attend(
+        self, layer: Layer, proj_P: Tensor, lengths: Sequence[int], lent: Tensor, cos_PR: Tensor, sin_PR: Tensor
+    ) -> Tensor:
         """Causal attention of each sample, gated. [P, H * d]"""
         c, m = self.config, layer.mixer
         heads, kv_heads, d = c.num_attention_heads, c.num_key_value_heads, len(m["q_norm"])
-        # cuDNN plans every length anew: a sample is lent tokens behind it up to a multiple, which none of it sees.
+        # cuDNN plans every length anew, so samples get tokens behind them up to a multiple, which none of theirs sees.
         q, k = self._ops.rope_heads(
             proj_P, m["q_norm"], m["k_norm"], cos_PR, sin_PR, heads, kv_heads, c.rms_norm_eps, LENGTH_STEP
         )
         v = F.pad(proj_P[:, 2 * heads * d + kv_heads * d :].view(-1, kv_heads, d), (0, 0, 0, 0, 0, LENGTH_STEP))
+        k, v = (x.index_select(0, lent) for x in (k, v))
         out_PC = proj_P.new_empty(len(proj_P), heads * d)
-        start = 0
+        start = at = 0
         for n in lengths:
-            lent = slice(start, start + -(-n // LENGTH_STEP) * LENGTH_STEP)
-            query, key, value = (x[lent].transpose(0, 1)[None] for x in (q, k, v))
+            size, own = -(-n // LENGTH_STEP) * LENGTH_STEP, slice(start, start + n)
+            query, key, value = (
+                x[begin : begin + size].transpose(0, 1)[None] for x, begin in ((q, start), (k, at), (v, at))
+            )
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=d**-0.5, enable_gqa=True)
-            own = slice(start, start + n)
             self._ops.gate_heads(out[0].transpose(0, 1)[:n], proj_P[own], out_PC[own])
-            start += n
+            start, at = start + n, at + size
         return out_PC
 
     def _recur(self, layer: Layer, proj_P: Tensor, place_P: Tensor) -> Tensor:
@@ -112,6 +117,18 @@ class HybridCapture:
         decay, beta = self._ops.gates(b, a, m["A_log"], m["dt_bias"])
         out = kernels.delta_rule(q[None], k[None], v[None], decay[None], beta[None])
         return self._ops.gated_norm(out, z, m["norm"], c.rms_norm_eps)
+
+
+def _lent(lengths: Sequence[int]) -> Tensor:
+    """Rows of keys and values of every sample, filled up with the row behind the last, which is zero.
+
+    Not with the next sample's: where those are not finite, a probability of zero would not keep them out.
+    """
+    total, start, parts = sum(lengths), 0, []
+    for n in lengths:
+        parts += [torch.arange(start, start + n), torch.full((-n % LENGTH_STEP,), total)]
+        start += n
+    return torch.cat(parts)
 
 
 def _take(layer: Any) -> Layer:

@@ -21,6 +21,7 @@ from dflash_offline.extract.render import NOTES, Renderer
 from dflash_offline.extract.sources import read_chunks
 from dflash_offline.extract.tokenise import Done, render_chunks
 from dflash_offline.shards.build import SKIPPED
+from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 
@@ -66,7 +67,7 @@ class Intake:
                 yield new
             if time.monotonic() - said > _SAY_EVERY:
                 said = time.monotonic()
-                print(f"reading: {self.rows:,} rows, {self.tokens:,} tokens", flush=True)
+                say(f"reading: {self.rows:,} rows, {self.tokens:,} tokens")
         if self.data.strict and self.skipped:
             raise UsageError(f"{self.data.files[0]}: data.strict, and {self._skips()}; first: {self.first_skip()}")
         if len(self.seen) == 0:
@@ -213,5 +214,5 @@ def make_plan(
         tasks=[*(old.tasks if old else []), *tasks],
     )
     plans.write(cache, plan)
-    print(intake.summary())
+    say(intake.summary())
     return plan

@@ -198,9 +198,11 @@ def run(
                 for ready in wait(list(workers), timeout=0.5):
                     assert isinstance(ready, Connection)
                     try:
-                        hear(workers[ready], ready.recv())
+                        message = ready.recv()
                     except (EOFError, ConnectionError):
                         lost(ready, workers[ready])
+                        continue
+                    hear(workers[ready], message)  # apart: a closed stdout is a ConnectionError too
         finally:
             _stop([(connection, worker.process) for connection, worker in workers.items()])
     return queue.failed

@@ -15,6 +15,7 @@ from dflash_offline.extract import forecast
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.target import Target, loaded_bytes
+from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.index import SHARDS_FOLDER
 
@@ -80,7 +81,7 @@ def check_devices(config: ExtractConfig, devices: list[str], target: Target, lay
         return devices
     need = memory_need(config, target, layers, torch.device(devices[0]))
     for gpu in gpus:
-        print(f"{gpu}; about {need:,} are needed")
+        say(f"{gpu}; about {need:,} are needed")
     small = [gpu for gpu in gpus if gpu.free < need]
     if config.gpus == "free":
         chosen = [gpu.device for gpu in gpus if gpu not in small and not gpu.others]
@@ -104,7 +105,7 @@ def check_disk(config: ExtractConfig, layers: int, hidden: int, tokens: int) -> 
     done = sum(p.stat().st_size for p in (config.cache / SHARDS_FOLDER).glob("*.arrow") if p.exists())
     free = forecast.free_bytes(config)
     places = ", ".join(f"{room:,} free on {place}" for place, room in free.items())
-    print(f"shards: about {need:,} bytes, {done:,} of them there; {places}")
+    say(f"shards: about {need:,} bytes, {done:,} of them there; {places}")
     if need - done > sum(free.values()):
         _object(
             config, f"needs {need - done:,} bytes more: {places}; add --roots on other disks, or take a smaller "
@@ -115,7 +116,7 @@ def check_disk(config: ExtractConfig, layers: int, hidden: int, tokens: int) -> 
 def _object(config: ExtractConfig, message: str) -> None:
     if config.guard.preflight == "refuse":
         raise UsageError(f"{message}; or --guard.preflight warn")
-    print(f"warning: {message}")
+    say(f"warning: {message}")
 
 
 def memory_need(config: ExtractConfig, target: Target, layers: Sequence[int], device: torch.device) -> int:
@@ -137,13 +138,13 @@ def look(devices: Sequence[str]) -> list[Gpu]:
     try:
         import pynvml as nvml
     except ImportError:
-        print("GPU memory and other processes are not checked: pip install nvidia-ml-py")
+        say("GPU memory and other processes are not checked: pip install nvidia-ml-py")
         return []
     try:
         nvml.nvmlInit()
         return [_gpu(nvml, device) for device in wanted]
     except nvml.NVMLError as error:
-        print(f"GPU memory and other processes are not checked: {error}")
+        say(f"GPU memory and other processes are not checked: {error}")
         return []
 
 

@@ -8,6 +8,7 @@ from dflash_offline.extract import plan as plans
 from dflash_offline.extract.events import Events
 from dflash_offline.extract.pool import Report
 from dflash_offline.shards import calibration, manifest
+from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError
 
 _MOST_LOST = 20
@@ -27,12 +28,12 @@ class Progress:
         self._first = True
         self._samples = self._tokens = self._bytes = self._skipped = 0
         if (done := len(plan.tasks) - len(todo)) and todo and alone:
-            print(f"resuming: {done} of {len(plan.tasks)} shards are done")
+            say(f"resuming: {done} of {len(plan.tasks)} shards are done")
 
     def note(self, report: Report) -> None:
         """Count a finished task and say so. Raises RunError when most samples are lost."""
         if self._first:
-            print(f"kernels: {report.kernels}")
+            say(f"kernels: {report.kernels}")
             self._events("kernels", kernels=report.kernels, probe=report.probe)
             if self._alone:
                 codec = calibration.info(self._cache, self.draft.codec.name, self.draft.codec.parameters)
@@ -52,7 +53,7 @@ class Progress:
         self._left -= self._plan.tasks[report.number].tokens
         rate = self._tokens / max(1e-3, self._seconds())
         weak = f"; {done.weak} of {done.audited} audited samples are stored worse than promised" if done.weak else ""
-        print(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-3):,.0f} s left{weak}", flush=True)
+        say(f"shard {report.number}: {rate:,.0f} tok/s, {self._left / max(rate, 1e-3):,.0f} s left{weak}")
         if self._skipped >= _MOST_LOST and self._skipped > self._samples:
             raise RunError(
                 f"{self._skipped} samples were lost and {self._samples} written; the last of shard {report.number} are "

@@ -37,6 +37,7 @@ from dflash_offline.shards import codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, claim, finish, is_done
 from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.calibration import CODEC_FILE
+from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 from dflash_offline.shards.manifest import CodecInfo
@@ -70,7 +71,7 @@ def run(config: ExtractConfig) -> int:
         ours = [n for n in range(len(plan.tasks)) if not share or n % share[1] == share[0]]
         todo = [n for n in ours if not is_done(config.cache / index.shard_name(n), plan.tasks[n].hash)]
         if not todo and not share and old is not None and _is_whole(config.cache, old, plan):
-            print(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
+            say(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
             return 0
         preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
         if share and old is not None:
@@ -100,7 +101,7 @@ def run(config: ExtractConfig) -> int:
             what = f"slice {config.task_slice} is done" if share else config.task_slice and "prepared"
             events("part done" if what else "complete", lost=lost)
     what = what or f"complete, {sum(t.samples for t in plan.tasks)} samples"
-    print(f"{config.cache}: {what}; this run: {progress.summary()}")
+    say(f"{config.cache}: {what}; this run: {progress.summary()}")
     return 3 if lost else 0
 
 

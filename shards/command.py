@@ -202,6 +202,14 @@ def run(prog: str, commands: Mapping[str, tuple[str, Callable[[list[str]], int]]
     sys.exit(code)
 
 
+def say(text: str) -> None:
+    """Print a line. A run of hours does not end because nobody reads its lines any more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(prog: str, message: str, code: int, debug: bool = False) -> int:
     if debug:
         traceback.print_exc()

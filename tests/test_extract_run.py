@@ -182,6 +182,15 @@ def test_the_last_hidden_state_gives_the_target_s_own_logits(site: Path, tmp_pat
         torch.testing.assert_close(found, logits[:-1][at], rtol=0.02, atol=0.02 * float(logits.std()))
 
 
+def test_a_run_whose_output_nobody_reads_goes_on(site: Path, tmp_path: Path) -> None:
+    """`dflash-extract run ... | head -1`"""
+    process = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert read_manifest(tmp_path / "c").complete
+
+
 def test_two_runs_into_one_folder(site: Path, tmp_path: Path) -> None:
     """B40: the second is told who holds it; a lock whose holder was killed holds nobody."""
     first = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE)
