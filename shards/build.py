@@ -4,7 +4,7 @@ Shared by extraction and by everything that writes a cache from samples at hand 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -122,15 +122,20 @@ def build(cache: Path, draft: Manifest, parts: Sequence[Part], threads: int) -> 
             for entry in part.samples():
                 writer.append(entry.identity, entry.input_ids, entry.loss_mask, entry.frames, entry.last_frames)
 
+    in_threads(make, range(len(parts)), threads)
+    return finish(cache, draft, {index.shard_name(n): part.task for n, part in enumerate(parts)}, {})
+
+
+def in_threads(work: Callable[[int], None], numbers: Iterable[int], threads: int) -> None:
+    """`work` on every number. After an error nothing new begins, and it is raised."""
     with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(make, number) for number in range(len(parts))]
+        futures = [pool.submit(work, number) for number in numbers]
         try:
             for future in futures:
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return finish(cache, draft, {index.shard_name(n): part.task for n, part in enumerate(parts)}, {})
 
 
 def finish(
@@ -145,7 +150,7 @@ def finish(
     `facts` are added to the manifest's dataset; `audit` of the samples' keys is what it says of their audit. Raises
     RunError when a shard is not of this making.
     """
-    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(draft.codec, draft.layer_ids).items()}
+    metadata = manifest.stored_metadata(draft)
     shards = index.scan(cache)
     for shard, trailer in shards:
         if tasks.get(shard.name) != shard.task:

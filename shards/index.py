@@ -59,7 +59,7 @@ def publish(folder: Path, info: Manifest, table: pa.Table) -> Manifest:
 
 def _check_making(folder: Path, info: Manifest, shards: list[tuple[ShardInfo, Trailer]]) -> None:
     """Raises CorruptError for a shard whose frames were not made with this calibration."""
-    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
+    metadata = manifest.stored_metadata(info)
     for shard, trailer in shards:
         path = folder / shard.name
         with path.open("rb") as file:

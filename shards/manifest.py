@@ -83,6 +83,12 @@ def shard_metadata(codec: CodecInfo, layer_ids: Sequence[int]) -> dict[str, str]
     }
 
 
+def stored_metadata(manifest: Manifest) -> dict[bytes, bytes]:
+    """`shard_metadata` as Arrow gives it back."""
+    found = shard_metadata(manifest.codec, manifest.layer_ids)
+    return {key.encode(): value.encode() for key, value in found.items()}
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically."""
     write_json(folder / NAME, asdict(manifest))

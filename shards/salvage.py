@@ -75,7 +75,7 @@ def _vouched(file: BinaryIO, info: Manifest, shard: ShardInfo, path: Path) -> li
 
 
 def _metadata(info: Manifest) -> dict[bytes, bytes]:
-    return {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
+    return manifest.stored_metadata(info)
 
 
 def _sound(claims: Iterable[list[_Claim]], last_hidden: bool) -> Iterator[tuple[dict[str, Any], memoryview]]:

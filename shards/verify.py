@@ -183,7 +183,7 @@ def check_shard(
 ) -> Checked:
     """All faults of one shard. `rows` are its rows of index.parquet where known; `pick(n)` says which of n to read."""
     path, faults, read = folder / shard.name, list[str](), 0
-    metadata = {k.encode(): v.encode() for k, v in manifest.shard_metadata(info.codec, info.layer_ids).items()}
+    metadata = manifest.stored_metadata(info)
     try:
         with path.open("rb", buffering=0) as file:
             trailer = read_trailer(file, str(path))

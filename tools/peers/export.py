@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from dflash_offline.shards.build import in_threads
 from dflash_offline.shards.cache import LOCK, Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, take_lock
@@ -88,14 +88,7 @@ def _write(
         with atomic_file(args.out / _name(sample.key)) as file:
             file.write(save(tensors))
 
-    with ThreadPoolExecutor(args.threads or len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(write, i) for i in todo]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    in_threads(write, todo, args.threads or len(os.sched_getaffinity(0)))
     _write_index(args.out, facts, rows, complete=True)
 
 
