@@ -16,13 +16,14 @@ from train_runs import call, config_of, settings, snapshot
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import RunError, UsageError
-from dflash_offline.train import checkpoint
+from dflash_offline.train import checkpoint, step_end
 from dflash_offline.train.config import (
     SaveConfig,
 )
 from dflash_offline.train.evaluate import bf16_weights, load_target
 from dflash_offline.train.export import export_drafter, load_drafter, run_drafter
 from dflash_offline.train.loop import train
+from dflash_offline.train.plan import chosen, held_out
 
 
 def test_evaluation_uses_the_exported_numbers() -> None:
@@ -38,7 +39,7 @@ def test_export_and_evaluation_agree(
 ) -> None:  # fmt: skip
     out = tmp_path / "drafter"
     assert call("export", "--run-dir", finished["decay"], "--out", out, monkeypatch=monkeypatch) == 0
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     tensors = load_file(out / "model.safetensors")
     assert len(tensors) == 11 * 2 + 3 and all(t.dtype == torch.bfloat16 for t in tensors.values())
     config = json.loads((out / "config.json").read_text())
@@ -224,3 +225,51 @@ def test_a_run_starts_from_a_drafter_folder(cache: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"none/config.json: no such file"):
         train(settings(cache, tmp_path / "other", *flags, str(tmp_path / "none")))
     assert not (tmp_path / "other").exists()
+
+
+def test_a_best_that_was_pruned_is_none(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest checkpoint took the place of the best before it, and is damaged: its forerunner names a lost one."""
+    run, plain, script = tmp_path / "run", step_end.summary, [2.0, 1.5, 3.0]
+    monkeypatch.setattr(step_end, "summary", lambda *a, **k: {**plain(*a, **k), "tau": script.pop(0)})
+    flags = ("--validate.every", "2", "--save.every", "2", "--save.keep-last", "2")
+    assert train(settings(cache, run, *flags)) == 0
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    (run / "checkpoints" / "step-00000006" / checkpoint.MODEL).unlink()
+    with pytest.raises(UsageError, match=r"no step was measured while training, or the best of them is lost"):
+        run_drafter(run, None, best=True)
+    assert run_drafter(run, None)[1] == 4
+    script += [1.0]
+    assert train(settings(cache, run, *flags)) == 0  # whatever is measured now is the best that there is
+    assert run_drafter(run, None, best=True)[1] == 6
+
+
+def test_eval_measures_what_was_trained_on_and_tells_it_all(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "e.json"
+    assert train(settings(cache, run, "--data.fraction", "0.5", "--validate.every", "0")) == 0
+    flags = ["eval", "--run-dir", run, "--out", out, "--resamples", 50]
+    assert call(*flags, "--split", "train", "--temperature", 1.0, "--draft-ms", 2, "--verify-ms", 8, "--target-ms", 6,
+                monkeypatch=monkeypatch) == 0  # fmt: skip
+    table, found = Cache(cache), json.loads(out.read_text())
+    used = ~held_out(table.prompt_keys, 0.2) & chosen(table.keys, 0.5) & (table.anchors > 0)
+    assert {s["key"] for s in found["per_sample"]} == {key for key, use in zip(table.keys, used, strict=True) if use}
+    assert all(s["tau"] == s["tokens"] / s["steps"] for s in found["per_sample"])
+    assert found["speedup"]["speedup"] == found["tau"] * 6 / (2 + 8) and found["note"] is None
+    assert 1 < found["sampled"]["tau"] < 6 and "these are greedy" in found["sampled"]["note"]
+    for rows in (found["by_length"], found["by_source"]):
+        assert sum(row["steps"] for row in rows) == found["steps"]
+    assert [row["label"] for row in found["by_length"]] == [8, 16, 32, 64][-len(found["by_length"]) :]
+    assert found["by_source"][0]["label"] == "made"
+    printed = capsys.readouterr().out
+    assert "speed-up" in printed and "by length" in printed and "at temperature 1.0" in printed
+    assert call(*flags, "--draft-ms", 2, monkeypatch=monkeypatch) == 2
+    assert "needs both --draft-ms and --verify-ms" in capsys.readouterr().err
+    other = make_cache(tmp_path / "other", chats(20, seed=1), generation="unknown").path
+    flags += ["--cache", other, "--split", "all"]
+    assert call(*flags, "--temperature", 1.0, monkeypatch=monkeypatch) == 2
+    assert "does not store the target's last hidden state, which --temperature needs" in capsys.readouterr().err
+    assert call(*flags, monkeypatch=monkeypatch) == 0
+    assert "(unknown): tau estimates serving only if" in json.loads(out.read_text())["note"]

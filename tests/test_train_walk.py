@@ -8,7 +8,8 @@ import torch
 from train_reference import LAYERS, chats, drafter, make_cache, one_block, states_of, target
 
 from dflash_offline.shards.sample import Sample
-from dflash_offline.train.evaluate import bf16_weights, count, measure, summary, table
+from dflash_offline.train.eval_command import table
+from dflash_offline.train.evaluate import NOT_GREEDY, bf16_weights, breakdown, count, measure, summary
 from dflash_offline.train.model import Drafter, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import column_index
@@ -128,8 +129,12 @@ def test_summary_pools_and_says_what_it_means(tmp_path: Path) -> None:
     assert result["tau"] == tokens / sum(map(len, steps)) and result["tokens"] == tokens
     assert result["tau_interval"][0] <= result["tau"] <= result["tau_interval"][1]
     assert summary(counts, 300, seed=0) == result and summary(counts, 300, seed=1) != result
-    assert "tau estimates serving only if" in table({**result, "generation": cache.generation})
-    assert "note" not in table({**result, "generation": "greedy"})
+    assert "tau estimates serving only if" in table({**result, "note": NOT_GREEDY.format(cache.generation)})
+    assert "note" not in table({**result, "note": None})
+    labels = ["a" if i % 3 else "b" for i in numbers]
+    for row in breakdown(counts, labels):
+        part = [len(x) for x, label in zip(steps, labels, strict=True) if label == row["label"]]
+        assert (row["samples"], row["steps"]) == (len(part), sum(part)) and row["tau"] == row["tokens"] / row["steps"]
 
 
 def test_a_perfect_drafter_gets_whole_blocks() -> None:

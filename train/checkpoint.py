@@ -97,19 +97,27 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     passed: list[str] = []
     for folder in _folders(root):
         try:
-            return _open(folder), passed
+            found = _open(folder)
         except CorruptError as error:
             passed.append(str(error))
+            continue
+        # A newer one that was passed over may have taken the place of the best before it.
+        if (best := found.state.get("best")) and not (root / f"step-{best['step']:08d}").is_dir():
+            found.state["best"] = None
+        return found, passed
     if passed:
         raise RunError(f"{root}: no complete checkpoint among {len(passed)}; the newest: {passed[0]}")
     return None, passed
 
 
 def at_best(root: Path) -> Checkpoint:
-    """The checkpoint with the highest held-out tau, as the newest tells. Raises UsageError where none was measured."""
+    """The checkpoint with the highest held-out tau, as the newest tells. Raises UsageError where it is not known."""
     found, _ = newest(root)
     if found is None or found.state.get("best") is None:
-        raise UsageError(f"{root}: no step was measured while training; expected a run with validate.every > 0")
+        raise UsageError(
+            f"{root}: no step was measured while training, or the best of them is lost; expected a run with "
+            "validate.every > 0, or --step"
+        )
     return at_step(root, found.state["best"]["step"])
 
 

@@ -256,6 +256,8 @@ class TrainConfig:
     """Of matrix products (weights and optimizer state are always float32); auto: float32 on the CPU, else bfloat16."""
     log_every: int = 10
     """Optimizer steps between printed lines; metrics.jsonl has every step."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Also show the metrics there, every log_every steps; wandb is offline unless WANDB_MODE says otherwise."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -288,6 +290,14 @@ class EvalConfig:
     """Part of the prompts held out; None: the run's."""
     samples: int | None = None
     """Use at most this many samples; None: all of the split."""
+    temperature: float | None = None
+    """Also work out tau for a server that samples at this temperature; needs a cache with the last hidden state."""
+    draft_ms: float | None = None
+    """Milliseconds of drafting a block, for a modelled speed-up; with verify_ms."""
+    verify_ms: float | None = None
+    """Milliseconds of the target's pass over a block."""
+    target_ms: float | None = None
+    """Milliseconds of the target's pass over one token; None: as long as over a block."""
     resamples: int = 1000
     """Bootstrap resamples for the interval."""
     seed: int = 0
@@ -314,6 +324,11 @@ class EvalConfig:
         for name in ("samples", "resamples"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        for name in ("temperature", "draft_ms", "verify_ms", "target_ms"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name}: expected a number > 0, found {value}")
+        if (self.draft_ms is None) != (self.verify_ms is None) or (self.target_ms and not self.verify_ms):
+            raise ValueError("a modelled speed-up needs both --draft-ms and --verify-ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +343,10 @@ class ExportConfig:
     """Use the kept checkpoint with the highest held-out tau."""
     out: Path = Path("drafter")
     """New folder to write."""
+    check: bool = False
+    """Load the folder back with the PyPI package dflash, and compare it with the cache and the trainer's own drafts."""
+    cache: Path | None = None
+    """Cache to check against; None: the run's."""
 
     def __post_init__(self) -> None:
         _one_step(self.step, self.best)

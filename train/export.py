@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file, file_hash, publish
 from dflash_offline.train import checkpoint
-from dflash_offline.train.config import ExportConfig, ModelConfig
+from dflash_offline.train.config import ModelConfig
 from dflash_offline.train.folder import CHECKPOINTS, check_checkpoints, read_config, read_identity
 from dflash_offline.train.hf import from_config, to_config
 from dflash_offline.train.log import say
 from dflash_offline.train.model import Drafter, new_drafter
 from dflash_offline.train.spec import DrafterSpec
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 # What the weights of a drafter were learnt with, besides their own shapes.
 _START = (
     "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "layer_ids", "num_target_layers",
@@ -27,8 +27,8 @@ _START = (
 )  # fmt: skip
 
 
-def export_drafter(drafter: Drafter, folder: Path) -> None:
-    """Write `folder`, which must not exist: bf16 weights and config.json, whole or not at all."""
+def export_drafter(drafter: Drafter, folder: Path, card: str | None = None) -> None:
+    """Write `folder`, which must not exist: bf16 weights, config.json and the model card, whole or not at all."""
     if folder.exists():
         raise UsageError(f"{folder}: exists; expected a new folder")
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items()}
@@ -47,6 +47,9 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
         checkpoint.write_tensors(temporary / WEIGHTS, tensors)
         with atomic_file(temporary / CONFIG) as file:
             file.write(json.dumps(to_config(drafter.spec), indent=2).encode())
+        if card is not None:
+            with atomic_file(temporary / CARD) as file:
+                file.write(card.encode())
         publish(temporary, folder)
     except OSError as error:
         raise RunError(f"{folder}: not written: {error}") from None
@@ -145,11 +148,3 @@ def run_drafter(run: Path, step: int | None, best: bool = False) -> tuple[Drafte
     drafter = Drafter(spec)
     drafter.load_state_dict(found.load(found.served))
     return drafter, found.step
-
-
-def export(config: ExportConfig) -> int:
-    """The command."""
-    drafter, step = run_drafter(config.run_dir, config.step, config.best)
-    export_drafter(drafter, config.out)
-    print(f"step {step} of {config.run_dir} written to {config.out}")
-    return 0

@@ -4,6 +4,8 @@ Every supervised token but a span's last is drafted from as an anchor, with the 
 the anchors that serving would land on: from the first token of a span, each step as far as the drafts agree and one
 token more, clipped at the span's end. With greedy data this is what the live loop records.
 
+At a temperature the chances of rejection sampling are worked out too, from the target's last hidden state (sampled.py).
+
 Shapes: T tokens, A anchors, K block, D hidden, V vocabulary, L captured layers.
 """
 
@@ -18,6 +20,12 @@ from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Target, block_inputs
 from dflash_offline.train.plan import Ints
 from dflash_offline.train.rows import select_layers
+from dflash_offline.train.sampled import Chances, Teacher
+
+_LOGITS = 1 << 29
+"""Logits that exist at one time: blocks enough to keep a GPU busy at 248,320 tokens, 1 GB in bf16."""
+_BLOCKS = 256
+"""Blocks that go through the layers at one time, where their logits allow it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Drafts:
     """Whether the slot's position lies in the anchor's span."""
     hit_AK: NDArray[np.bool_]
     """Whether it does and the draft is the recorded token."""
+    chances: Chances | None = None
+    """Of the recorded tokens, where a temperature was given."""
 
     @property
     def accepted_A(self) -> Ints:
@@ -58,18 +68,30 @@ def supervised_spans(loss_mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def draft_sample(
-    drafter: Drafter, target: Target, sample: Sample, layers: list[int] | None = None, chunk: int = 64
+    drafter: Drafter,
+    target: Target,
+    sample: Sample,
+    layers: list[int] | None = None,
+    chunk: int | None = None,
+    temperature: float = 0.0,
 ) -> Drafts:
-    """Draft from every anchor of `sample`, `chunk` blocks at a time. `layers`: see rows.column_index."""
+    """Draft from every anchor of `sample`, `chunk` blocks at a time (None: as many as memory should bear).
+
+    `layers`: see rows.column_index. With a temperature above 0 the sample must hold the last hidden state.
+    """
     size, device = drafter.spec.block_size, target.head_VD.device
+    chunk = chunk or max(1, min(_BLOCKS, _LOGITS // ((size - 1) * len(target.head_VD))))
     spans = [np.arange(start, stop) for start, stop in supervised_spans(sample.loss_mask)]
     nothing = np.empty(0, np.int64)
     anchor_A = np.concatenate([nothing, *(span[:-1] for span in spans)])
     room_A = np.concatenate([nothing, *(span[-1] - span[:-1] for span in spans)])
+    slot_K = np.arange(1, size)
     ids = np.pad(sample.input_ids.astype(np.int64), (0, size))
+    label_AK = ids[anchor_A[:, None] + slot_K]
+    teacher = Teacher(target, sample, temperature) if temperature else None
     states = select_layers(sample.states, layers, drafter.spec.hidden_size).to(device)
     context = drafter.context(states, torch.arange(len(states), device=device))
-    drafted = [np.empty((0, size - 1), np.int64)]
+    drafted, chances = [torch.empty(0, size - 1, dtype=torch.int64, device=device)], []
     for at in range(0, len(anchor_A), chunk):
         part = torch.from_numpy(anchor_A[at : at + chunk])
         blocks = Blocks(part, torch.zeros_like(part), size).to(device)
@@ -77,11 +99,14 @@ def draft_sample(
         inputs = block_inputs(target.embedding_VD, token, size, drafter.spec.mask_token_id)
         # Blocks keep their full size at the span's end: a shorter one would draft other tokens in full layers.
         output_AKD = drafter.draft(inputs, context, blocks)
-        drafted.append((output_AKD[:, 1:].to(target.head_VD.dtype) @ target.head_VD.T).argmax(dim=-1).cpu().numpy())
-    token_AK = np.concatenate(drafted)
-    slot_K = np.arange(1, size)
+        logits_AKV = output_AKD[:, 1:].to(target.head_VD.dtype) @ target.head_VD.T
+        drafted.append(logits_AKV.argmax(dim=-1))  # stays on the device: a copy would wait for it, a chunk at a time
+        if teacher is not None:
+            chances.append(teacher.chances(logits_AKV, anchor_A[at : at + chunk], label_AK[at : at + chunk]))
+    token_AK = torch.cat(drafted).cpu().numpy()
     inside_AK = slot_K <= room_A[:, None]
-    return Drafts(anchor_A, room_A, token_AK, inside_AK, inside_AK & (token_AK == ids[anchor_A[:, None] + slot_K]))
+    known = Chances.joined(chances, inside_AK) if teacher is not None else None
+    return Drafts(anchor_A, room_A, token_AK, inside_AK, inside_AK & (token_AK == label_AK), known)
 
 
 def walk(drafts: Drafts) -> list[Step]:
@@ -96,7 +121,7 @@ def walk(drafts: Drafts) -> list[Step]:
 
 
 def walk_sample(
-    drafter: Drafter, target: Target, sample: Sample, layers: list[int] | None = None, chunk: int = 64
+    drafter: Drafter, target: Target, sample: Sample, layers: list[int] | None = None, chunk: int | None = None
 ) -> list[Step]:
     """Draft and walk one sample."""
     return walk(draft_sample(drafter, target, sample, layers, chunk))

@@ -1,0 +1,23 @@
+"""`dflash-train export`: a run's checkpoint as a folder for servers, with its card, and checked if asked for."""
+
+from dflash_offline.train.card import card
+from dflash_offline.train.config import ExportConfig
+from dflash_offline.train.export import export_drafter, run_drafter
+from dflash_offline.train.export_check import check_export, require_client
+from dflash_offline.train.folder import read_config
+from dflash_offline.train.mix import Mix
+
+
+def export(config: ExportConfig) -> int:
+    """The command."""
+    drafter, step = run_drafter(config.run_dir, config.step, config.best)
+    run = read_config(config.run_dir)
+    paths = [config.cache] if config.cache else [run.cache, *run.data.caches]
+    checked = Mix(paths) if config.check else None
+    if checked:
+        require_client()
+    export_drafter(drafter, config.out, card(config.run_dir, run, drafter.spec, step, config.out.name))
+    print(f"step {step} of {config.run_dir} written to {config.out}")
+    if checked:
+        print(check_export(config.out, drafter, checked))
+    return 0
