@@ -95,7 +95,7 @@ def test_bad_input_is_refused_before_work(
         (["eval", "--run-dir", finished["decay"], "--val-fraction", 0], "the val split of"),
         (["eval", "--drafter", tmp_path / "mine", "--cache", cache, "--split", "all"], "config.json: no such file"),
         (["export", "--run-dir", tmp_path / "none", "--out", tmp_path / "x"], "not a run folder"),
-        (["sweep"], "unknown command"),
+        (["tune"], "unknown command"),
     ):
         assert call(*argv, monkeypatch=monkeypatch) == 2, argv
         error = capsys.readouterr().err

@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import atomic_file
+
+if TYPE_CHECKING:
+    from dflash_offline.train.trackers import Trackers
+
+METRICS = "metrics.jsonl"
 
 
 class Clock:
@@ -48,33 +53,50 @@ class Clock:
 class Metrics:
     """metrics.jsonl of a run: one object a step, in order, each step once."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, trackers: "Trackers | None" = None) -> None:
         """Append after `step`; what a killed run wrote after its last checkpoint is dropped, as it happens again."""
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         # A line without its end was torn.
-        kept = [line for n, line in enumerate(lines, 1) if line.endswith(b"\n") and _step(line, f"{path}:{n}") <= step]
+        whole = [(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.endswith(b"\n")]
+        kept = [line for line, where in whole if _parsed(line, where)["step"] <= step]
         if len(kept) != len(lines):
             with atomic_file(path) as file:
                 file.write(b"".join(kept))
-        self._path, self._file = path, path.open("a")
+        self._path, self._file, self._trackers = path, path.open("a"), trackers
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One line."""
+        """One line, and the trackers after it."""
         try:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
         except OSError as error:
             raise RunError(f"{self._path}: not written: {error}; rerun to go on from the last checkpoint") from None
+        if self._trackers:
+            self._trackers.tell(values)
+
+    def close(self) -> None:
+        """Let the trackers end."""
+        self._file.close()
+        if self._trackers:
+            self._trackers.close()
 
 
-def _step(line: bytes, where: str) -> int:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl; none where there is no file. A last line that was torn is left out."""
+    path = run / METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [_parsed(text, f"{path}:{n}") for n, text in enumerate(lines, 1) if text.endswith(b"\n")]
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        step = json.loads(line)["step"]
+        values: dict[str, Any] = json.loads(line)
+        step = values["step"]
     except (ValueError, KeyError, TypeError):
         step = None
     if not isinstance(step, int):
         raise CorruptError(f"{where}: found {line[:40]!r}, expected an object with a step; remove the line and rerun")
-    return step
+    return values
 
 
 def say(text: str) -> None:

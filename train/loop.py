@@ -28,10 +28,12 @@ from dflash_offline.train.state import State
 from dflash_offline.train.step_end import StepEnd
 from dflash_offline.train.stop import Stop, stop_signals
 from dflash_offline.train.tally import Tally, step_metrics
+from dflash_offline.train.trackers import Trackers, check_trackers
 
 
 def train(config: TrainConfig) -> int:
     """Train, or continue, the run at `config.run_dir`. Returns 0, or 128 + the signal that stopped it."""
+    check_trackers(config)
     with parallel.connect(config.device) as ranks, stop_signals() as stop:
         job = prepare(config, ranks.world)
         with hold(config.run_dir) if ranks.first else nullcontext():
@@ -62,7 +64,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     first = about.get("step", 0)
     unmeasured = about.get("unmeasured")  # the line of the checkpoint's step, still to be written
     told = first - 1 if unmeasured else first
-    metrics = Metrics(config.run_dir / "metrics.jsonl", told) if ranks.first else None
+    metrics = Metrics(config.run_dir / "metrics.jsonl", told, Trackers(config)) if ranks.first else None
     if metrics:
         again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
         say(job.describe() + (again if first else ""))
@@ -71,7 +73,8 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
     rows = ahead(lambda row: builder.build(*row), dealt, config.data.threads, config.data.rows_ahead)
     clock = Clock(device)
-    with saver(config.run_dir / CHECKPOINTS, config.save) as writer, closing(rows):
+    shown = closing(metrics) if metrics else nullcontext()
+    with shown, saver(config.run_dir / CHECKPOINTS, config.save) as writer, closing(rows):
         end = StepEnd(
             job=job, ranks=ranks, stop=stop, state=state, target=target, saver=writer, metrics=metrics,
             best=about.get("best"),
