@@ -35,12 +35,12 @@ class Sink:
 def _tensorboard(run: Path, name: str, settings: dict[str, Any]) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(run / "tensorboard"))
 
     def log(step: int, values: dict[str, float]) -> None:
         for tag, value in values.items():
-            writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(tag, value, step)
+        writer.flush()
 
     return Sink(log=log, close=writer.close)
 
@@ -59,6 +59,7 @@ def _wandb(run: Path, name: str, settings: dict[str, Any]) -> Sink:
     import wandb
 
     # Offline unless told otherwise: an unattended run must not wait for a login. An agent gives the run its own id.
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
     tracked = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         id=os.environ.get("WANDB_RUN_ID", name),
@@ -66,7 +67,7 @@ def _wandb(run: Path, name: str, settings: dict[str, Any]) -> Sink:
         dir=str(run),
         config=settings,
         resume="allow",
-        mode=os.environ.get("WANDB_MODE", "offline"),
+        mode=mode,
         settings=wandb.Settings(console="off", quiet=True),
     )
     return Sink(log=lambda step, values: tracked.log(values, step=step), close=tracked.finish)
