@@ -17,7 +17,9 @@ from dflash_offline.extract.target import load_decoder, open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.train.config import DataConfig as TrainData
 from dflash_offline.train.config import ModelConfig, OptimConfig, TrainConfig
+from dflash_offline.train.flex import FlexView
 from dflash_offline.train.loop import train
+from dflash_offline.train.masks import Blocks, KeyValue, View
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,18 +69,43 @@ def test_extract_and_train_on_the_gpu(tmp_path: Path) -> None:
     config = ExtractConfig(target=TargetConfig(path=str(tmp_path / "t")), data=data, cache=tmp_path / "c", shard_mib=1)
     assert extract(config) == 0
     assert "fla" in Cache(tmp_path / "c").manifest.kernels
-    losses = {}
-    for device in ("cpu", "cuda"):
-        run_dir = tmp_path / device
+    losses: dict[tuple[str, str], list[float]] = {}
+    for device, precision in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
+        run_dir = tmp_path / f"{device}-{precision}"
         settings = TrainConfig(
             cache=tmp_path / "c",
             run_dir=run_dir,
             device=device,  # type: ignore[arg-type]
-            precision="float32",
+            precision=precision,  # type: ignore[arg-type]
             model=ModelConfig(layers=2, block_size=8, sliding_window=16),
             data=TrainData(row_tokens=256, row_anchors=32, rows_per_step=2, val_fraction=0.0),
             optim=OptimConfig(epochs=1, max_steps=4),
         )
         assert train(settings) == 0
-        losses[device] = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        losses[device, precision] = [json.loads(line)["loss"] for line in lines]
+    print(losses)
+    assert losses["cuda", "float32"] == pytest.approx(losses["cpu", "float32"], rel=1e-5)
+    assert losses["cuda", "bfloat16"] == pytest.approx(losses["cpu", "float32"], rel=5e-3)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_in_tiles_is_that_of_the_plain_mask(window: int | None) -> None:
+    """Outputs and gradients: no further from fp32 than the plain mask's own bf16."""
+    start = torch.tensor([0] * 9 + [200] * 20 + [0] * 3)
+    anchor = torch.cat([torch.arange(20, 200, 20), torch.arange(210, 510, 15), torch.zeros(3)]).long()
+    blocks, generator = Blocks(anchor, start, 16).to(torch.device("cuda")), torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(n, rows, 64, generator=generator) for n, rows in ((8, 512), (2, 512), (2, 512), (2, 512), (2, 512))
+    ]
+    weight = torch.randn(8, 512, 64, generator=generator).cuda()
+
+    def answer(view: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to("cuda", dtype).requires_grad_() for x in given]
+        out = view.attend(leaves[0], KeyValue(*leaves[1:3]), KeyValue(*leaves[3:]))
+        return [x.float() for x in (out, *torch.autograd.grad((out * weight).sum(), leaves))]
+
+    exact = answer(View(blocks, window), torch.float32)
+    plain, tiled = (answer(v, torch.bfloat16) for v in (View(blocks, window), FlexView(blocks, 512, window)))
+    for a, b, c in zip(exact, plain, tiled, strict=True):
+        assert (c - a).norm() <= 1.5 * (b - a).norm() + 1e-3 * a.norm()

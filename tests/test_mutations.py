@@ -33,8 +33,8 @@ MUTATIONS = {
     ),
     "27B: projections with bias": (
         "train/model.py",
-        "self.fc = nn.Linear(len(spec.layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)",
-        "self.fc = nn.Linear(len(spec.layer_ids) * spec.hidden_size, spec.hidden_size)",
+        "super().__init__(inputs, outputs, bias=False)",
+        "super().__init__(inputs, outputs)",
         "train_model.py -k 27b",
     ),
     "leak: the anchor's own state is seen": (
@@ -68,9 +68,9 @@ MUTATIONS = {
         "train_model.py -k client",
     ),
     "norm: zero-centred gain": (
-        "train/model.py",
-        "return self.weight * wide",
-        "return (1 + self.weight) * wide",
+        "train/fused.py",
+        "return (weight * wide",
+        "return ((1 + weight) * wide",
         "train_model.py",
     ),
     "rope: positions of blocks start at 0": (

@@ -115,7 +115,7 @@ def test_a_stopped_run_has_the_metrics_of_one_that_was_not(
     else:
         calls: list[int] = []
         monkeypatch.setattr(
-            evaluate, "draft_sample", lambda *a: (calls.append(1), len(calls) == 3 and stop(), walks(*a))[2]
+            evaluate, "draft_sample", lambda *a, **k: (calls.append(1), len(calls) == 3 and stop(), walks(*a, **k))[2]
         )
     assert train(config) == 143
     monkeypatch.undo()

@@ -71,7 +71,7 @@ def test_a_run_equals_a_plain_trainer(tmp_path: Path) -> None:
                 ends = next((k for k in range(K) if slots[k] >= len(ids) or not mask[slots[k]]), K)
                 supervised = torch.tensor([[0 < k < ends for k in range(K)]])
                 label = torch.tensor([[int(ids[at]) if at < len(ids) else 0 for at in slots]])
-                teacher = frozen.norm(torch.stack([sample.last_hidden[before.get(at - 1, 0)] for at in slots]))
+                teacher = frozen.norm(torch.stack([sample.last_hidden[before.get(at - 1, 0)] for at in slots]).float())
                 output_KD = one_block(made, frozen, ids, states, anchor)
                 loss, part = plain_loss(
                     config.loss, output_KD[None], frozen.head_VD, label, supervised, 1, teacher[None]

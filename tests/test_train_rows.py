@@ -16,6 +16,7 @@ from train_reference import LAYERS, D, chats, drafter, make_cache, one_block, sp
 
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.keys import eligible_anchors, sample_key
+from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import block_inputs
 from dflash_offline.train.plan import EMPTY, Plan, anchor_slots, chosen, held_out, make_plan
 from dflash_offline.train.rows import Row, RowBuilder, ahead, column_index, draw_anchors, select_layers
@@ -158,7 +159,7 @@ def test_a_row_holds_its_samples(tmp_path: Path) -> None:
     row_tokens, made = 160, spec(layer_ids=(5, 1))
     slots = anchor_slots(cache.tokens, cache.anchors, row_tokens, 40)
     builder = RowBuilder(
-        samples=cache, slots=slots, spec=made, layers=column_index(LAYERS, (5, 1)), row_tokens=row_tokens,
+        samples=Mix([cache.path]), slots=slots, spec=made, layers=column_index(LAYERS, (5, 1)), row_tokens=row_tokens,
         row_anchors=40, seed=0,
     )  # fmt: skip
     members = [0, 2]
@@ -200,10 +201,11 @@ def test_a_row_holds_the_state_before_every_supervised_slot(tmp_path: Path) -> N
         return (torch.from_numpy(ids).float()[:, None] + torch.arange(D) / D).bfloat16()
 
     class Stored:
-        def read(self, number: int) -> Any:
+        def open(self, number: int, pinned: bool) -> Any:
             sample = cache.read(number)
             kept = last_hidden(sample.input_ids)[np.flatnonzero(sample.loss_mask[1:])]
-            return SimpleNamespace(**vars(sample) | {"last_hidden": kept})
+            whole = SimpleNamespace(**vars(sample) | {"last_hidden": kept})
+            return SimpleNamespace(**vars(sample), decode=lambda device: whole)
 
     builder = RowBuilder(
         samples=Stored(), slots=anchor_slots(cache.tokens, cache.anchors, 150, 40), spec=spec(), layers=None,
@@ -229,7 +231,14 @@ def test_noise_on_the_states_goes_by_key_and_epoch(tmp_path: Path) -> None:
 
     def states(members: list[int], epoch: int, noise: float, seed: int = 0) -> dict[str, torch.Tensor]:
         builder = RowBuilder(
-            samples=cache, slots=slots, spec=spec(), layers=None, row_tokens=256, row_anchors=64, seed=seed, noise=noise
+            samples=Mix([cache.path]),
+            slots=slots,
+            spec=spec(),
+            layers=None,
+            row_tokens=256,
+            row_anchors=64,
+            seed=seed,
+            noise=noise,
         )
         row = build(builder, members, epoch)
         ends = np.cumsum([len(cache.read(i).input_ids) for i in members])
@@ -253,7 +262,7 @@ def test_packed_rows_draft_as_samples_alone(tmp_path: Path) -> None:
     made, frozen = drafter(sliding_window=5), target()
     slots = anchor_slots(cache.tokens, cache.anchors, 256, 64)
     builder = RowBuilder(
-        samples=cache, slots=slots, spec=made.spec, layers=None, row_tokens=256, row_anchors=64, seed=0
+        samples=Mix([cache.path]), slots=slots, spec=made.spec, layers=None, row_tokens=256, row_anchors=64, seed=0
     )
     row = build(builder, [0, 1, 2], 0)
     inputs = block_inputs(frozen.embedding_VD, row.anchor_token_A, 6, made.spec.mask_token_id)
@@ -307,7 +316,9 @@ def test_memory_does_not_grow_with_the_epochs(samples: int, tmp_path: Path) -> N
     ids = rng.integers(0, 80, (samples, 600)).astype(np.int32)
     cache = make_cache(tmp_path / "cache", [(row, (np.arange(600) > 100).astype(np.uint8)) for row in ids])
     slots = anchor_slots(cache.tokens, cache.anchors, 2400, 64)
-    builder = RowBuilder(samples=cache, slots=slots, spec=spec(), layers=None, row_tokens=2400, row_anchors=64, seed=0)
+    builder = RowBuilder(
+        samples=Mix([cache.path]), slots=slots, spec=spec(), layers=None, row_tokens=2400, row_anchors=64, seed=0
+    )
     plan = make_plan(np.ones(samples), cache.keys, cache.tokens, cache.anchors, row_tokens=2400, row_anchors=64,
                      rows_per_step=1, seed=0, epochs=3)  # fmt: skip
     after = []

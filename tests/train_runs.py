@@ -90,7 +90,7 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    timed = {"seconds", "tokens_per_s", "block_tokens_per_s"}
+    timed = {"seconds", "loader_seconds", "tokens_per_s", "block_tokens_per_s", "tflops"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 

@@ -254,6 +254,8 @@ class TrainConfig:
     """Where to train; auto: cuda where there is one."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of matrix products (weights and optimizer state are always float32); auto: float32 on the CPU, else bfloat16."""
+    recompute: bool = False
+    """Keep no activations of the layers and compute them again in the backward pass: less memory, a slower step."""
     log_every: int = 10
     """Optimizer steps between printed lines; metrics.jsonl has every step."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()

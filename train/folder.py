@@ -26,8 +26,8 @@ LOCK, CONFIG, IDENTITY, STATUS, CHECKPOINTS = ".lock", "config.toml", "identity.
 # These change where and how fast a run goes, not what comes out. Caches and `model.init` may have moved: their contents
 # are compared.
 FREE = (
-    "cache", "data.caches", "model.init", "run_dir", "log_every", "trackers", "save", "validate", "data.threads",
-    "data.rows_ahead",
+    "cache", "data.caches", "model.init", "run_dir", "recompute", "log_every", "trackers", "save", "validate",
+    "data.threads", "data.rows_ahead",
 )  # fmt: skip
 
 

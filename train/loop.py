@@ -2,6 +2,7 @@
 
 import math
 import signal
+from collections import Counter
 from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from typing import Any
@@ -15,20 +16,23 @@ from dflash_offline.train.checkpoint import Checkpoint
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import first_drafter
+from dflash_offline.train.feed import feed
+from dflash_offline.train.flops import work_done
 from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, say
 from dflash_offline.train.loss import Objective, block_loss
-from dflash_offline.train.model import Drafter, Target, block_inputs
+from dflash_offline.train.model import Drafter, Reached, Target, block_inputs
 from dflash_offline.train.optim import learning_rate
-from dflash_offline.train.parallel import Ranks
-from dflash_offline.train.rows import Row, ahead
+from dflash_offline.train.parallel import Ranks, Sums
+from dflash_offline.train.rows import Row
 from dflash_offline.train.saver import saver
 from dflash_offline.train.state import State
 from dflash_offline.train.step_end import StepEnd
 from dflash_offline.train.stop import Stop, stop_signals
 from dflash_offline.train.tally import Tally, step_metrics
 from dflash_offline.train.trackers import Trackers, check_trackers
+from dflash_offline.train.waits import Waits
 
 
 def train(config: TrainConfig) -> int:
@@ -56,7 +60,7 @@ def train(config: TrainConfig) -> int:
 def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     config, spec, device = job.config, job.spec, ranks.device
     dtype = _compute_dtype(config, device)
-    state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim)
+    state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim, dtype)
     target = load_target(job.cache, device, dtype)
     objective = Objective.of(config.loss, spec.block_size, device)
     found = _resume(job, ranks, state)
@@ -71,8 +75,10 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     _status(job, ranks, "running", first=first)
 
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
-    rows = ahead(lambda row: builder.build(*row), dealt, config.data.threads, config.data.rows_ahead)
-    clock = Clock(device)
+    rows = feed(builder, dealt, device, dtype, config.data.threads, config.data.rows_ahead)
+    reduced = Sums(ranks, [state.gradients.part(names) for names in state.drafter.parts()])
+    waits = Waits()
+    own_rows, clock = config.data.rows_per_step // ranks.world, Clock(device)
     shown = closing(metrics) if metrics else nullcontext()
     with shown, saver(config.run_dir / CHECKPOINTS, config.save) as writer, closing(rows):
         end = StepEnd(
@@ -85,16 +91,17 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
         for step in range(first + 1, job.steps + 1):
             if stopping:
                 break
-            state.gradients.flat.zero_()
-            tally = Tally(spec.block_size, device)
-            for row in islice(rows, config.data.rows_per_step // ranks.world):
+            tally, loading = Tally(spec.block_size, device), Counter[str]()
+            for number, row in enumerate(islice(rows, own_rows), 1):
                 clock.lap("data")
                 tally.add_row(row)
+                loading.update(row.seconds)
                 if row.anchors:
-                    _learn(state.drafter, target, row.to(device), objective, dtype, tally, clock)
+                    reached = reduced.ready if number == own_rows and ranks.world > 1 else None
+                    _learn(state.working, target, row, objective, tally, clock, reached, config.recompute)
             tally.add("stops", stop.signal is not None)
+            reduced.finish()
             sums = tally.collect(ranks)
-            ranks.sum(state.gradients.flat)
             clock.lap("reduce")
             rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
             # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
@@ -107,15 +114,22 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
                         "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
                     )
                 state.step(step, rate)
+            state.gradients.flat.zero_()
             clock.lap("optimizer")
             entry: dict[str, Any] = {
                 "step": step,
                 "epoch": job.plan.progress(step - 1),
                 "lr": rate,
                 "grad_norm": norm,
-                **step_metrics(sums, clock.read(), spec.block_size),
+                **step_metrics(sums, seconds := clock.read(), spec.block_size),
+                **work_done(spec, config.data, sums, sum(seconds.values()), ranks),
+                "loader_seconds": {name: round(value, 4) for name, value in loading.items()},
             }
-            stopping = end.close(entry, sums["stops"] > 0, step % config.log_every == 0 or step == first + 1)
+            waits.add(entry, warm=step > first + 1)
+            show = step % config.log_every == 0 or step == first + 1
+            stopping = end.close(entry, sums["stops"] > 0, show)
+            if metrics and show and (told_wait := waits.report()):
+                say(told_wait)
             done = step
             clock.read()
     if stopping:
@@ -130,21 +144,24 @@ def _learn(
     target: Target,
     row: Row,
     objective: Objective,
-    dtype: torch.dtype,
     tally: Tally,
     clock: Clock,
+    reached: Reached | None,
+    recompute: bool,
 ) -> None:
     """Add the gradient of one row's loss."""
     spec = drafter.spec
-    with torch.autocast(row.states_TLD.device.type, dtype, enabled=dtype != torch.float32):
-        inputs = block_inputs(target.embedding_VD, row.anchor_token_A, spec.block_size, spec.mask_token_id)
-        output_AKD = drafter(row.states_TLD, row.position_T, inputs, row.blocks)
-        clock.lap("forward")
-        teacher_AKD = None if row.last_TD is None else target.norm(row.last_TD)[row.blocks.before(len(row.last_TD))]
-        loss = block_loss(
-            objective, output_AKD, target.head_VD, row.label_AK, row.supervised_AK, row.supervised_samples, teacher_AKD
-        )
-        clock.lap("loss")
+    inputs = block_inputs(target.embedding_VD, row.anchor_token_A, spec.block_size, spec.mask_token_id)
+    output_AKD = drafter(row.states_TLD, row.position_T, inputs, row.blocks, row.views, reached, recompute)
+    clock.lap("forward")
+    teacher_AKD = None
+    if row.last_TD is not None:
+        teacher_AKD = target.norm(row.last_TD.to(target.head_VD.dtype))[row.blocks.before(len(row.last_TD))]
+    loss = block_loss(
+        objective, output_AKD, target.head_VD, row.label_AK, row.supervised_AK, row.supervised_samples, teacher_AKD,
+        row.supervised_N,
+    )  # fmt: skip
+    clock.lap("loss")
     torch.autograd.backward(loss.loss)
     tally.add_loss(row, loss)
     clock.lap("backward")

@@ -9,7 +9,7 @@ Shapes: T context tokens, A anchors, K block, Q = A * K slots, H heads, G key-va
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ class KeyValue(NamedTuple):
 
     key: Tensor
     value: Tensor
+
+
+class Attends(Protocol):
+    """Attention of the blocks of a row."""
+
+    def attend(self, query_HQE: Tensor, context: KeyValue, own: KeyValue) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

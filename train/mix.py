@@ -1,17 +1,21 @@
 """Several caches of one target as one: samples of the first cache, then of the second, and so on."""
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.shards.sample import Sample
+from dflash_offline.shards.frames import allocate_bytes
+from dflash_offline.shards.sample import Encoded, Sample
 from dflash_offline.train.plan import Ints
 
 
@@ -23,6 +27,7 @@ class Mix:
         self.caches = [Cache(path) for path in paths]
         for other in self.caches[1:]:
             _check_same(self.caches[0], other)
+        self._codecs: dict[tuple[int, torch.device], Calibrated] = {}
         first = self.caches[0]
         self.path, self.layer_ids, self.hidden_size = first.path, first.layer_ids, first.hidden_size
         self.tokenizer_facts, self.target_config = first.tokenizer_facts, first.target_config
@@ -78,8 +83,48 @@ class Mix:
 
     def read(self, number: int) -> Sample:
         """Read and decode one sample."""
+        return self.open(number).decode(torch.device("cpu"))
+
+    def open(self, number: int, pinned: bool = False) -> "Undecoded":
+        """Read one sample, without de-quantising it; into memory that a GPU copies from, if `pinned`."""
         part = int(self.part[number])
-        return self.caches[part].read(number - int(np.searchsorted(self.part, part)))
+        cache = self.caches[part]
+        allocate = _pinned if pinned else allocate_bytes
+        encoded = cache.read_encoded(number - int(np.searchsorted(self.part, part)), allocate)
+        return Undecoded(encoded, partial(self._codec, part))
+
+    def _codec(self, part: int, device: torch.device) -> Calibrated:
+        if (part, device) not in self._codecs:
+            self._codecs[part, device] = self.caches[part].codec.to(device)
+        return self._codecs[part, device]
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """A sample in the planes of its cache's codec."""
+
+    encoded: Encoded
+    codec: Callable[[torch.device], Calibrated]
+
+    @property
+    def key(self) -> str:  # noqa: D102
+        return self.encoded.key
+
+    @property
+    def input_ids(self) -> NDArray[np.int32]:  # noqa: D102
+        return self.encoded.input_ids
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]:  # noqa: D102
+        return self.encoded.loss_mask
+
+    def decode(self, device: torch.device) -> Sample:
+        """De-quantise on `device`."""
+        return self.encoded.decode(self.codec(device))
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # from a pool that knows when a copy is done
 
 
 def _check_same(first: Cache, other: Cache) -> None:

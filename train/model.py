@@ -7,15 +7,20 @@ Shapes: T context tokens, A anchors, K block, D hidden, L captured layers, H hea
 A row is one micro-batch, so there is no batch dimension.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from dflash_offline.train.masks import Blocks, KeyValue, View
+from dflash_offline.train.fused import add_norm, norm_rotate, rms_norm, swiglu
+from dflash_offline.train.masks import Attends, Blocks, KeyValue, View
 from dflash_offline.train.spec import DrafterSpec
+
+Reached = Callable[[], None]
+"""Called in the backward pass at the beginning of a part of the drafter: its gradients are complete then."""
 
 
 class RMSNorm(nn.Module):
@@ -28,9 +33,57 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """x [N, in] -> [N, out], no bias."""
+
+    sink: Tensor | None = None
+    """fp32 [out, in]: where the weight is a rounded copy, the gradient that the backward pass adds to."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return super().forward(x) if self.sink is None else _Product.apply(x, self.weight, self.sink)  # type: ignore[no-untyped-call]
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T. The gradient of the weight is never rounded: it is added to `sink` by the product itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sink = sink
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        if x.is_cuda:
+            torch.addmm(ctx.sink, gradient.T, x, out_dtype=torch.float32, out=ctx.sink)
+        else:
+            ctx.sink.addmm_(gradient.T.float(), x.float())
+        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
+
+
+class _Begin(torch.autograd.Function):
+    """Identity, whose backward pass says that everything behind it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: Reached, *x: Tensor) -> Any:
+        ctx.reached = reached
+        return tuple(t.view_as(t) for t in x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.reached()
+        return None, *gradients
+
+
+def _begin(reached: Reached | None, *x: Tensor) -> tuple[Tensor, ...]:
+    return x if reached is None else _Begin.apply(reached, *x)  # type: ignore[no-untyped-call]
 
 
 class Rotary(NamedTuple):
@@ -47,12 +100,6 @@ class Rotary(NamedTuple):
         angle = torch.cat([angle, angle], dim=-1)
         return cls(angle.cos(), angle.sin())
 
-    def __call__(self, x_HNE: Tensor) -> Tensor:
-        """Rotate halves, in fp32."""
-        low, high = x_HNE.float().chunk(2, dim=-1)
-        rotated = x_HNE * self.cos + torch.cat([-high, low], dim=-1) * self.sin
-        return rotated.to(x_HNE.dtype)
-
 
 class Attention(nn.Module):
     """Grouped-query attention of the blocks over the context and themselves."""
@@ -60,10 +107,10 @@ class Attention(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, spec.heads * spec.head_dim, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, spec.kv_heads * spec.head_dim, bias=False)
-        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_proj = Linear(spec.hidden_size, spec.heads * spec.head_dim)
+        self.k_proj = Linear(spec.hidden_size, spec.kv_heads * spec.head_dim)
+        self.v_proj = Linear(spec.hidden_size, spec.kv_heads * spec.head_dim)
+        self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden_size)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
@@ -73,11 +120,15 @@ class Attention(nn.Module):
 
     def key_value(self, x_ND: Tensor, rotary: Rotary) -> KeyValue:
         """Context and blocks share these projections."""
-        return KeyValue(rotary(self.k_norm(self.heads(self.k_proj(x_ND)))), self.heads(self.v_proj(x_ND)))
+        return KeyValue(self.rotate(self.k_norm, self.k_proj(x_ND), rotary), self.heads(self.v_proj(x_ND)))
+
+    def rotate(self, norm: RMSNorm, x: Tensor, rotary: Rotary) -> Tensor:
+        """Heads of x, normalised and rotated."""
+        return norm_rotate(self.heads(x), norm.weight, norm.eps, *rotary)
 
     def forward(self, x_QD: Tensor, rotary: Rotary, context: KeyValue, view: View) -> Tensor:
         """Q = A * K block slots attend to the context and to their own block."""
-        query = rotary(self.q_norm(self.heads(self.q_proj(x_QD))))
+        query = self.rotate(self.q_norm, self.q_proj(x_QD), rotary)
         attended = view.attend(query, context, self.key_value(x_QD, rotary))
         return self.o_proj(attended.transpose(0, 1).flatten(1))
 
@@ -87,13 +138,13 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -106,10 +157,15 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
 
-    def forward(self, x_QD: Tensor, rotary: Rotary, context: KeyValue, view: View) -> Tensor:
-        """One layer over all block slots."""
-        x_QD = x_QD + self.self_attn(self.input_layernorm(x_QD), rotary, context, view)
-        return x_QD + self.mlp(self.post_attention_layernorm(x_QD))
+    def forward(
+        self, x_QD: Tensor, rotary: Rotary, context: KeyValue, view: Attends, reached: Reached | None = None
+    ) -> Tensor:
+        """One layer over all block slots. `reached`: the beginning of the MLP."""
+        attended_QD = self.self_attn(self.input_layernorm(x_QD), rotary, context, view)
+        x_QD, attended_QD = _begin(reached, x_QD, attended_QD)
+        norm = self.post_attention_layernorm
+        x_QD, normed_QD = add_norm(x_QD, attended_QD, norm.weight, norm.eps)
+        return x_QD + self.mlp(normed_QD)
 
 
 class Drafter(nn.Module):
@@ -118,30 +174,71 @@ class Drafter(nn.Module):
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.fc = nn.Linear(len(spec.layer_ids) * spec.hidden_size, spec.hidden_size, bias=False)
+        self.fc = Linear(len(spec.layer_ids) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in spec.layer_types)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
+    def reduced(self, states_TLD: Tensor) -> Tensor:
+        """The context [T, D]: the states [T, L * D] of its tokens, reduced once for all layers."""
+        return self.hidden_norm(self.fc(states_TLD.to(self.fc.weight.dtype)))
+
     def context(self, states_TLD: Tensor, position_T: Tensor) -> list[KeyValue]:
-        """Keys and values of the context in every layer, from the states [T, L * D] of its tokens."""
-        context_TD = self.hidden_norm(self.fc(states_TLD.to(self.fc.weight.dtype)))
-        rotary = self._rotary(position_T)
-        return [layer.self_attn.key_value(context_TD, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
+        """Keys and values of the context in every layer."""
+        context_TD, rotary = self.reduced(states_TLD), self._rotary(position_T)
+        return [layer.self_attn.key_value(context_TD, rotary) for layer in self._layers]
 
     def draft(self, inputs_AKD: Tensor, context: list[KeyValue], blocks: Blocks) -> Tensor:
         """Outputs [A, K, D] of the blocks; times the target's head they are the logits of the same positions."""
-        rotary = self._rotary(blocks.positions())
-        windows = [self.spec.window(i) for i in range(len(self.layers))]
-        views = {window: View(blocks, window) for window in {*windows}}
+        rotary, views = self._rotary(blocks.positions()), self._views(blocks)
         x_QD = inputs_AKD.flatten(0, 1).to(self.norm.weight.dtype)
-        for i, layer in enumerate(self.layers):
-            x_QD = layer(x_QD, rotary, context[i], views[windows[i]])
+        for i, layer in enumerate(self._layers):
+            x_QD = layer(x_QD, rotary, context[i], views[self.spec.window(i)])
         return self.norm(x_QD).view_as(inputs_AKD)
 
-    def forward(self, states_TLD: Tensor, position_T: Tensor, inputs_AKD: Tensor, blocks: Blocks) -> Tensor:
-        """Context and blocks of one row in one go."""
-        return self.draft(inputs_AKD, self.context(states_TLD, position_T), blocks)
+    def forward(
+        self,
+        states_TLD: Tensor,
+        position_T: Tensor,
+        inputs_AKD: Tensor,
+        blocks: Blocks,
+        views: Mapping[int | None, Attends] | None = None,
+        reached: Reached | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Context and blocks of one row in one go: what is trained. `views`: the row's, by window.
+
+        `reached` is called in the backward pass for every part of `parts()` but the last, in that order. `recompute`:
+        the backward pass computes a layer again, of which nothing was kept but its input.
+        """
+        rotary, own, views = self._rotary(position_T), self._rotary(blocks.positions()), views or self._views(blocks)
+        context_TD = self.reduced(states_TLD)
+        x_QD = inputs_AKD.flatten(0, 1).to(self.fc.weight.dtype)
+        for i, layer in enumerate(self._layers):
+            if i:
+                x_QD, context_TD = _begin(reached, x_QD, context_TD)
+            context = layer.self_attn.key_value(context_TD, rotary)
+            given = x_QD, own, context, views[self.spec.window(i)], reached
+            x_QD = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
+        return self.norm(x_QD).view_as(inputs_AKD)
+
+    def parts(self) -> list[list[str]]:
+        """Names of the parameters, by the order in which their gradients are complete."""
+        names = [name for name, _ in self.named_parameters()]
+        found = []
+        for i in reversed(range(len(self.layers))):
+            found += [[f"layers.{i}.mlp.", f"layers.{i}.post_"], [f"layers.{i}.input_", f"layers.{i}.self_attn."]]
+        # Nothing comes before the first layer's attention in which it could be waited for.
+        found[-1] += ["fc.", "hidden_norm.", "norm."]
+        return [[name for name in names if name.startswith(tuple(part))] for part in found]
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _views(self, blocks: Blocks) -> dict[int | None, Attends]:
+        windows = {self.spec.window(i) for i in range(len(self.layers))}
+        return {window: View(blocks, window) for window in windows}
 
     def _rotary(self, positions: Tensor) -> Rotary:
         return Rotary.at(positions, self.spec.head_dim, self.spec.rope_theta)

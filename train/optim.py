@@ -16,22 +16,29 @@ class Gradients:
     """Gradients of a module as views of one buffer: zeroed, summed over ranks, scaled and clipped in one call each."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        some = next(iter(parameters.values()))
+        self.flat = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=some.dtype, device=some.device)
+        self._ranges: dict[str, tuple[int, int]] = {}
         at = 0
-        for parameter in parameters:
+        for name, parameter in parameters.items():
             # Backward passes add to an existing gradient in place.
             parameter.grad = self.flat[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+            self._ranges[name] = (at, at := at + parameter.numel())
+
+    def part(self, names: Sequence[str]) -> list[Tensor]:
+        """The gradients of these parameters, neighbours in one piece."""
+        pieces: list[tuple[int, int]] = []
+        for begin, end in sorted(self._ranges[name] for name in names if name in self._ranges):
+            if pieces and pieces[-1][1] == begin:
+                begin, _ = pieces.pop()
+            pieces.append((begin, end))
+        return [self.flat[begin:end] for begin, end in pieces]
 
     def normalise(self, divisor: float, clip: float) -> float:
-        """Divide by the divisor of the step, then limit the norm. Returns the norm before the limit."""
-        self.flat /= divisor
-        norm = float(torch.linalg.vector_norm(self.flat))
-        if norm > clip:
-            self.flat *= clip / norm
+        """Divide by the divisor of the step, and limit the norm. Returns the norm before the limit."""
+        norm = float(torch.linalg.vector_norm(self.flat)) / divisor
+        self.flat *= min(1.0, clip / norm) / divisor if norm > 0 else 1.0  # one pass over gigabytes
         return norm
 
 
@@ -70,9 +77,10 @@ def build_optimizers(module: nn.Module, config: OptimConfig) -> list[Optimizer]:
     def groups(*sets: tuple[list[Tensor], float]) -> list[dict[str, object]]:
         return [{"params": params, "weight_decay": decay} for params, decay in sets if params]
 
+    fused = all(p.is_cuda for p in parameters.values())
     wide, plain = [(matrices, config.weight_decay), (exempted, 0.0)], [(gains, 0.0)]
     if config.optimizer == "adamw":
-        return [torch.optim.AdamW(groups(*wide, *plain), lr=config.lr, betas=config.betas)]
+        return [torch.optim.AdamW(groups(*wide, *plain), lr=config.lr, betas=config.betas, fused=fused)]
     if not hasattr(torch.optim, "Muon"):
         raise UsageError(f"optim.optimizer = muon: torch {torch.__version__} has none; install torch 2.11 or newer")
     made: list[Optimizer] = []
@@ -82,7 +90,7 @@ def build_optimizers(module: nn.Module, config: OptimConfig) -> list[Optimizer]:
             torch.optim.Muon(groups(*wide), lr=config.lr, momentum=config.muon_momentum, adjust_lr_fn="match_rms_adamw")
         )
     if gains:
-        made.append(torch.optim.AdamW(groups(*plain), lr=config.lr, betas=config.betas))
+        made.append(torch.optim.AdamW(groups(*plain), lr=config.lr, betas=config.betas, fused=fused))
     return made
 
 
@@ -125,5 +133,7 @@ def load_optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer], t
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, value in tensors.items():
         path, key = name.rsplit(":", 1)
-        # Counts stay on the CPU: read from a GPU, each would wait for it at every step.
-        owner[parameters[path]].state[parameters[path]][key] = value.cpu() if key == "step" else value
+        optimizer = owner[parameters[path]]
+        # Counts stay on the CPU but for fused kernels: read from a GPU, each would wait for it at every step.
+        on_cpu = key == "step" and not optimizer.defaults.get("fused")
+        optimizer.state[parameters[path]][key] = value.cpu() if on_cpu else value

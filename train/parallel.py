@@ -1,7 +1,8 @@
 """Data parallelism under torchrun: the only module that imports torch.distributed.
 
-A step's rows are dealt to the ranks, each of which sums the gradients of its own; then one collective adds up the
-gradients and one the counts. Nothing else is exchanged, so a rank whose rows hold nothing simply adds zeros.
+A step's rows are dealt to the ranks, each of which sums the gradients of its own. In the backward pass of its last row
+the parts of the gradients that are complete are added up over the ranks while the rest is computed; one more collective
+adds up the counts. Nothing else is exchanged, so a rank whose rows hold nothing simply adds zeros.
 """
 
 import json
@@ -64,12 +65,42 @@ class Ranks:
 
     def _reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:
-            try:
+            with self._lost():
                 _last[:] = [dist.all_reduce(tensor, how, async_op=True)]
                 _last[0].wait()
-            except RuntimeError as error:
-                raise RunError(f"rank {self.rank}: lost another rank, which says why: {error}") from None
         return tensor
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RunError(f"rank {self.rank}: lost another rank, which says why: {error}") from None
+
+
+class Sums:
+    """Adds up parts of the gradients over the ranks, in one order on all of them, each from when it is ready here."""
+
+    def __init__(self, ranks: Ranks, parts: Sequence[Sequence[Tensor]]) -> None:
+        self._ranks, self._parts = ranks, parts
+        self._begun = 0
+        self._works: list[dist.Work] = []
+
+    def ready(self) -> None:
+        """The next part is complete: its sum begins, beside what this process goes on with."""
+        if self._ranks.world > 1:
+            with self._ranks._lost():
+                self._works += [dist.all_reduce(tensor, async_op=True) for tensor in self._parts[self._begun]]
+        self._begun += 1
+
+    def finish(self) -> None:
+        """Begin what was not, and wait for all: on a GPU its queue waits, not the process. Every rank must call it."""
+        while self._begun < len(self._parts):
+            self.ready()
+        with self._ranks._lost():
+            for work in self._works:
+                work.wait()
+        _last[:], self._works, self._begun = self._works[-1:] or _last, [], 0
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 Shapes: T row tokens, A anchor slots, K block, L captured layers, D hidden.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dflash_offline.shards.keys import eligible_anchors, last_positions
 from dflash_offline.shards.sample import Sample
-from dflash_offline.train.masks import Blocks
+from dflash_offline.train.masks import Attends, Blocks
 from dflash_offline.train.plan import Ints
 from dflash_offline.train.spec import DrafterSpec
 
@@ -46,21 +47,43 @@ class Row:
     """The target's last hidden state where the next token is supervised; None where it is not asked for."""
     mask_token_samples: int
     """Samples that contain the mask token, which in a text stands for something else."""
+    supervised_N: Tensor
+    """Places of the supervised slots in [A * K]."""
+    views: Mapping[int | None, Attends] | None = None
+    """What the blocks see, by window, where it was worked out beforehand."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What the row cost the threads that made it: waiting for the disk, decoding, copying to the device."""
 
-    def to(self, device: torch.device) -> "Row":
-        """The same row on another device."""
-        if device.type == "cpu":
-            return self
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, blocks=self.blocks.to(device), **moved)
+
+class Source(Protocol):
+    """A sample that was read and not yet de-quantised."""
+
+    @property
+    def key(self) -> str: ...  # noqa: D102
+
+    @property
+    def input_ids(self) -> NDArray[np.int32]: ...  # noqa: D102
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]: ...  # noqa: D102
+
+    def decode(self, device: torch.device) -> Sample: ...  # noqa: D102
 
 
 class Samples(Protocol):
     """What a row needs of a cache."""
 
-    def read(self, number: int) -> Sample: ...  # noqa: D102
+    def open(self, number: int, pinned: bool) -> Source: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A row whose states are still in the planes of their codec."""
+
+    sources: list[tuple[Source, slice, Tensor | None]]
+    """Samples, where their tokens stand in the row, and noise for their states."""
+    fields: dict[str, Any]
+    """Of the row, but for the states."""
 
 
 def column_index(cached_layer_ids: tuple[int, ...], layer_ids: tuple[int, ...]) -> list[int] | None:
@@ -119,53 +142,76 @@ class RowBuilder:
     last_hidden: bool = False
     """Whether rows hold the target's last hidden state."""
 
-    def build(self, members: Ints, visits: Ints) -> Row:
+    def read(self, members: Ints, visits: Ints, pinned: bool = False) -> Packed:
         """Read `members` and lay them side by side; `visits` says how often each was seen before."""
-        spec, size = self.spec, self.spec.block_size
-        states = torch.zeros(self.row_tokens, len(spec.layer_ids) * spec.hidden_size, dtype=torch.bfloat16)
+        size = self.spec.block_size
         position = np.zeros(self.row_tokens, dtype=np.int64)
         anchor, start, token = (np.zeros(self.row_anchors, dtype=np.int64) for _ in range(3))
         label = np.zeros((self.row_anchors, size), dtype=np.int64)
         supervised = np.zeros((self.row_anchors, size), dtype=bool)
-        last = torch.zeros(self.row_tokens, spec.hidden_size, dtype=torch.bfloat16) if self.last_hidden else None
         at = used = supervised_samples = mask_token_samples = 0
-        keys = []
+        sources: list[tuple[Source, slice, Tensor | None]] = []
+        begun, worked = time.perf_counter(), time.thread_time()
         for number, visit in zip(members.tolist(), visits.tolist(), strict=True):
-            sample = self.samples.read(number)
+            source = self.samples.open(number, pinned)
             # Cutting is exact: the states of a causal target do not depend on what follows.
-            ids, mask = sample.input_ids[: self.row_tokens], sample.loss_mask[: self.row_tokens]
-            drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, visit, sample.key)
+            ids, mask = source.input_ids[: self.row_tokens], source.loss_mask[: self.row_tokens]
+            drawn = draw_anchors(eligible_anchors(mask), int(self.slots[number]), self.seed, visit, source.key)
             here, to = slice(at, at + len(ids)), slice(used, used + len(drawn))
-            states[here] = select_layers(sample.states[: len(ids)], self.layers, spec.hidden_size)
+            noise = None
             if self.noise:
-                states[here] += self.noise * unit_noise(states[here].shape, self.seed, visit, sample.key)
+                shape = torch.Size([len(ids), len(self.spec.layer_ids) * self.spec.hidden_size])
+                noise = unit_noise(shape, self.seed, visit, source.key)
             position[here] = np.arange(len(ids))
             anchor[to], start[to], token[to] = drawn + at, at, ids[drawn]
             label[to] = np.pad(ids, (0, size))[drawn[:, None] + np.arange(size)]
             supervised[to] = supervised_slots(mask, drawn, size)
-            if last is not None:
+            supervised_samples += bool(supervised[to].any())
+            mask_token_samples += bool((ids == self.spec.mask_token_id).any())
+            sources.append((source, here, noise))
+            at, used = here.stop, to.stop
+        worked = time.thread_time() - worked
+        fields = {
+            "position_T": torch.from_numpy(position),
+            "blocks": Blocks(torch.from_numpy(anchor), torch.from_numpy(start), size),
+            "anchor_token_A": torch.from_numpy(token),
+            "label_AK": torch.from_numpy(label),
+            "supervised_AK": torch.from_numpy(supervised),
+            "supervised_N": torch.from_numpy(np.flatnonzero(supervised)),
+            "keys": tuple(source.key for source, *_ in sources),
+            "tokens": at,
+            "anchors": used,
+            "supervised_samples": supervised_samples,
+            "mask_token_samples": mask_token_samples,
+            # What a thread does not work it waits, for the disk or for another thread.
+            "seconds": {"disk": max(time.perf_counter() - begun - worked, 0.0), "decode": worked},
+        }
+        return Packed(sources=sources, fields=fields)
+
+    def unpack(self, packed: Packed, device: torch.device) -> Row:
+        """De-quantise the states on `device`, where the whole row is then."""
+        spec = self.spec
+        options: Any = {"dtype": torch.bfloat16, "device": device}
+        states_TLD = torch.zeros(self.row_tokens, len(spec.layer_ids) * spec.hidden_size, **options)
+        last_TD = torch.zeros(self.row_tokens, spec.hidden_size, **options) if self.last_hidden else None
+        for source, here, noise in packed.sources:
+            sample, length = source.decode(device), here.stop - here.start
+            states_TLD[here] = select_layers(sample.states[:length], self.layers, spec.hidden_size)
+            if noise is not None:
+                states_TLD[here] += self.noise * noise.to(device)
+            if last_TD is not None:
                 assert sample.last_hidden is not None  # so says the manifest
                 before = last_positions(sample.loss_mask)
-                before = before[before < len(ids)]
-                last[at + before] = sample.last_hidden[: len(before)]
-            supervised_samples += bool(supervised[to].any())
-            mask_token_samples += bool((ids == spec.mask_token_id).any())
-            keys.append(sample.key)
-            at, used = here.stop, to.stop
-        return Row(
-            states_TLD=states,
-            position_T=torch.from_numpy(position),
-            blocks=Blocks(torch.from_numpy(anchor), torch.from_numpy(start), size),
-            anchor_token_A=torch.from_numpy(token),
-            label_AK=torch.from_numpy(label),
-            supervised_AK=torch.from_numpy(supervised),
-            keys=tuple(keys),
-            tokens=at,
-            anchors=used,
-            supervised_samples=supervised_samples,
-            last_TD=last,
-            mask_token_samples=mask_token_samples,
-        )
+                before = before[before < length]
+                last_TD[torch.from_numpy(here.start + before).to(device)] = sample.last_hidden[: len(before)]
+        moved: dict[str, Any] = {
+            n: v.to(device) if isinstance(v, Tensor | Blocks) else v for n, v in packed.fields.items()
+        }
+        return Row(states_TLD=states_TLD, last_TD=last_TD, **moved)
+
+    def build(self, members: Ints, visits: Ints) -> Row:
+        """Both on the CPU."""
+        return self.unpack(self.read(members, visits), torch.device("cpu"))
 
 
 def ahead(make: Callable[[J], T], jobs: Iterable[J], threads: int, depth: int) -> Generator[T, None, None]:

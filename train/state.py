@@ -19,6 +19,7 @@ from dflash_offline.train.optim import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from dflash_offline.train.precision import refresh, rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,23 @@ class State:
 
     config: OptimConfig
     drafter: Drafter
+    """fp32."""
+    working: Drafter
+    """What is computed with: the drafter, or its rounded copy."""
     gradients: Gradients
     optimizers: list[Optimizer]
     average: Drafter | None
 
     @classmethod
-    def of(cls, drafter: Drafter, config: OptimConfig) -> "State":
-        """The state before the first step."""
+    def of(cls, drafter: Drafter, config: OptimConfig, dtype: torch.dtype = torch.float32) -> "State":
+        """The state before the first step, which computes in `dtype`."""
         freeze(drafter, config)
+        gradients = Gradients(drafter)
         return cls(
             config=config,
             drafter=drafter,
-            gradients=Gradients(drafter),
+            working=rounded(drafter, dtype),
+            gradients=gradients,
             optimizers=build_optimizers(drafter, config),
             average=copy.deepcopy(drafter).requires_grad_(False) if config.ema is not None else None,
         )
@@ -54,6 +60,7 @@ class State:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+        refresh(self.working, self.drafter)
         if self.average is not None and self.config.ema is not None:
             average_weights(self.average, self.drafter, self.config.ema, number)
 
@@ -72,6 +79,7 @@ class State:
         load_optimizer_tensors(self.drafter, self.optimizers, found.load(checkpoint.OPTIMIZER, device))
         if self.average is not None:
             self.average.load_state_dict(found.load(checkpoint.EMA, device))
+        refresh(self.working, self.drafter)
 
     def hash(self) -> Tensor:
         """What all ranks must agree on, in a few integers."""

@@ -35,7 +35,7 @@ GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""
 BUDGET = 32768
 SHARD_TOKENS = 60_000
-SHARDS = 3
+SHARDS = 2
 """Of one turn."""
 
 
@@ -167,13 +167,19 @@ def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
 def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pairs: int) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
-    result: dict[str, Any] = {"burst TFLOP/s": gemm_rate(1)}
+    begun, result = time.perf_counter(), dict[str, Any]()
+
+    def tell(name: str, value: Any) -> None:
+        result[name] = value
+        print(f"cuda:{device} {time.perf_counter() - begun:.0f} s: {name}: {json.dumps(value)}", flush=True)
+
+    tell("burst TFLOP/s", gemm_rate(1))
     model = shapes.decoder("sdpa", torch.device("cuda", device))
     lengths = shapes.lengths(4096)
     if alone:
-        result["stock"] = stock_rate(model)
-        result["padded to the longest of 32, tokens/s"] = padded_rate(model, lengths[:32])
-    result["kernels"] = kernels.install("qwen3_5_text", torch.device("cuda"), False)
+        tell("stock", stock_rate(model))
+        tell("padded to the longest of 32, tokens/s", padded_rate(model, lengths[:32]))
+    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
     begin = time.perf_counter()
     runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work)
     torch.cuda.empty_cache()
@@ -182,17 +188,18 @@ def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pa
     calibrate(runner, work, tasks[0])
     run_task(runner, work, 0, tasks[0]).result()
     (work / shard_name(0)).unlink()
-    result["first shard s"] = time.perf_counter() - begin
-    result["rows"] = [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8]
+    tell("first shard s", time.perf_counter() - begin)
+    tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     turns: dict[str, list[float]] = {"discard": [], "shards": []}
-    for _ in range(pairs):
+    for _ in range(pairs if alone else 3):
         for name in turns:
             barrier.wait()
             turns[name].append(turn(runner, work, tasks, name == "discard"))
-    result["tokens/s"] = turns
-    result["split"] = split(runner, work, tasks[0])
-    result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-    result["sustained TFLOP/s"] = gemm_rate(5)
+    tell("tokens/s", turns)
+    tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
+    tell("sustained TFLOP/s", gemm_rate(4))
+    if alone:
+        tell("split", split(runner, work, tasks[0]))
     answers.put((device, result))
 
 
@@ -219,6 +226,7 @@ def main() -> None:
         found[f"{len(group)} GPU"] = dict(answers.get() for _ in group)
         for process in processes:
             process.join()
+        args.out.write_text(json.dumps(found, indent=1))
     shutil.rmtree(args.work, ignore_errors=True)
     result = {
         "date": time.strftime("%Y-%m-%d"),

@@ -1,0 +1,131 @@
+"""What makes steps fast and tells where their time goes; on the CPU that it changes nothing else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from train_reference import chats, drafter, make_cache, target
+
+from dflash_offline.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from dflash_offline.train.flops import head_flops, row_flops
+from dflash_offline.train.loop import train
+from dflash_offline.train.masks import Blocks
+from dflash_offline.train.model import Drafter, Linear, block_inputs
+from dflash_offline.train.optim import Gradients
+from dflash_offline.train.precision import refresh, rounded
+from dflash_offline.train.waits import Waits
+
+
+def gradient(
+    master: Drafter,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    reached: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Flat, of something that all outputs of a row take part in."""
+    frozen, generator = target(), torch.Generator().manual_seed(1)
+    states = torch.randn(50, master.fc.in_features, generator=generator).bfloat16()
+    blocks = Blocks(torch.tensor([5, 20, 44]), torch.tensor([0, 10, 10]), master.spec.block_size)
+    inputs = block_inputs(frozen.embedding_VD, torch.tensor([1, 2, 3]), master.spec.block_size, 7)
+    gradients = Gradients(master)
+    out = rounded(master, dtype)(states, torch.arange(50), inputs, blocks, None, reached, recompute)
+    (out.float() * torch.randn(out.shape, generator=generator)).sum().backward()
+    return gradients.flat
+
+
+def test_rounded_weights_gather_their_gradients_in_fp32() -> None:
+    """As autocast would, but for the rounding of every weight's gradient."""
+    master = drafter(sliding_window=8)
+    exact = gradient(master)
+    found = gradient(master, torch.bfloat16)
+    assert found.dtype == torch.float32 and (found - exact).norm() < 0.03 * exact.norm()
+    assert (found.bfloat16().float() != found).float().mean() > 0.9  # was never rounded
+
+
+def test_a_rounded_copy_follows_the_weights() -> None:
+    master = drafter()
+    Gradients(master)
+    assert rounded(master, torch.float32) is master
+    copy = rounded(master, torch.bfloat16)
+    with torch.no_grad():
+        for p in master.parameters():
+            p.add_(1)
+    refresh(copy, master)
+    for a, b in zip(copy.parameters(), master.parameters(), strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    matrices = [m for m in copy.modules() if isinstance(m, Linear)]
+    assert len(matrices) == 1 + 7 * len(master.layers) and all(m.weight.dtype == torch.bfloat16 for m in matrices)
+
+
+def test_layers_computed_again_give_the_same_gradients() -> None:
+    master = drafter(sliding_window=8)
+    assert torch.equal(gradient(master, recompute=True), gradient(master))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_part_is_reached_when_its_gradients_are_complete(recompute: bool) -> None:
+    """What is added up over the ranks at that moment is what the whole backward pass leaves there."""
+    master = drafter()
+    parts, seen = master.parts(), []
+    assert sorted(name for part in parts for name in part) == sorted(name for name, _ in master.named_parameters())
+    parameters = dict(master.named_parameters())
+
+    def reached() -> None:
+        seen.append({name: parameters[name].grad.clone() for name in parts[len(seen)]})  # type: ignore[union-attr]
+
+    gradient(master, recompute=recompute, reached=reached)
+    assert len(seen) == len(parts) - 1
+    for part in seen:
+        for name, value in part.items():
+            assert torch.equal(value, parameters[name].grad) and value.any(), name  # type: ignore[arg-type]
+
+
+def test_operations_of_the_published_drafter() -> None:
+    """Against the sum over the tensors: every weight meets every slot, or every token, three times."""
+    made = drafter()
+    spec, tokens, slots = made.spec, 50, 24
+    total = 0
+    for name, p in made.named_parameters():
+        if p.ndim == 2:
+            times = slots if name != "fc.weight" else 0
+            times += tokens if name.split(".")[-2] in ("k_proj", "v_proj") else 0
+            total += 2 * p.numel() * (3 * times + (2 * tokens if name == "fc.weight" else 0))
+    assert row_flops(spec, tokens, slots) == total
+    assert head_flops(spec, 10) == 2 * 2 * 10 * spec.vocab_size * spec.hidden_size
+
+
+def test_waiting_is_told_with_its_cause() -> None:
+    waits = Waits()
+
+    def step(data: float, decode: float, warm: bool = True) -> None:
+        waits.add({"seconds": {"data": data, "forward": 1.0}, "loader_seconds": {"disk": 0.1, "decode": decode}}, warm)
+
+    step(5.0, 1.0, warm=False)
+    assert waits.report() is None
+    for _ in range(10):
+        step(0.25, 0.3)
+    assert waits.report() == (
+        "waited for data 20% of the last 10 steps; 75% of the loader's time went to decoding: raise data.threads, as "
+        "far as there are cores"
+    )
+    step(0.01, 1.0)
+    assert waits.report() is None
+
+
+def test_a_run_in_bf16_and_recomputed_learns_as_one_in_fp32(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache", chats(12)).path
+    found = {}
+    for precision, recompute in (("float32", False), ("float32", True), ("bfloat16", True)):
+        config = TrainConfig(
+            cache=cache, run_dir=tmp_path / f"{precision}-{recompute}", precision=precision, recompute=recompute,  # type: ignore[arg-type]
+            model=ModelConfig(layers=2, block_size=6), data=DataConfig(row_tokens=100, row_anchors=40, rows_per_step=2),
+            optim=OptimConfig(max_steps=5, lr=3e-3),
+        )  # fmt: skip
+        assert train(config) == 0
+        lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+        found[precision, recompute] = [line["loss"] for line in lines]
+        assert all(line["tflops"] > 0 and {"disk", "decode"} <= set(line["loader_seconds"]) for line in lines)
+    plain, again, short = found.values()
+    assert plain == again and short == pytest.approx(plain, rel=2e-3) and short != plain

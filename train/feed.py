@@ -1,0 +1,72 @@
+"""Rows on the device, ahead of the step that needs them.
+
+Threads read and decode samples. For a GPU one more thread copies and de-quantises them, in a queue beside the step's.
+"""
+
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dflash_offline.train.masks import Attends
+from dflash_offline.train.plan import Ints
+from dflash_offline.train.rows import Packed, Row, RowBuilder, ahead
+
+TILE = 128
+"""Multiple of a row's tokens and slots that the fast attention needs."""
+
+
+def feed(
+    builder: RowBuilder,
+    jobs: Iterable[tuple[Ints, Ints]],
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int,
+    depth: int,
+) -> Generator[Row, None, None]:
+    """The rows of `jobs` in order, up to `depth` of them read ahead. On a GPU one more is there already."""
+    if device.type == "cpu":
+        yield from ahead(lambda job: builder.unpack(builder.read(*job), device), jobs, threads, depth)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    flex = dtype == torch.bfloat16 and tiled(builder)
+
+    def place(packed: Packed) -> Row:
+        begun = time.perf_counter()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            row = builder.unpack(packed, device)
+            views = flex_views(row, builder) if flex else None
+            stream.synchronize()
+        return replace(row, views=views, seconds={**row.seconds, "copy": time.perf_counter() - begun})
+
+    packed = ahead(lambda job: builder.read(*job, pinned=True), jobs, threads, depth)
+    with closing(packed), closing(ahead(place, packed, 1, 1)) as rows:
+        for row in rows:
+            for tensor in tensors(row):
+                # Its memory is of the other queue, which must not use it again while the step does.
+                tensor.record_stream(torch.cuda.current_stream(device))
+            yield row
+
+
+def flex_views(row: Row, builder: RowBuilder) -> dict[int | None, Attends]:
+    """What the blocks of a row see, by window, for attention in tiles."""
+    from dflash_offline.train.flex import FlexView  # takes seconds to import
+
+    windows = {builder.spec.window(i) for i in range(len(builder.spec.layer_types))}
+    return {window: FlexView(row.blocks, builder.row_tokens, window) for window in windows}
+
+
+def tensors(row: Row) -> Iterator[Tensor]:
+    """All memory of a row."""
+    masks = [value for view in (row.views or {}).values() for value in view.mask.as_tuple()]  # type: ignore[attr-defined]
+    for value in (*vars(row).values(), *vars(row.blocks).values(), *masks):
+        if isinstance(value, Tensor):
+            yield value
+
+
+def tiled(builder: RowBuilder) -> bool:
+    """Whether rows have the shape that the fast attention needs."""
+    return builder.row_tokens % TILE == 0 and builder.row_anchors * builder.spec.block_size % TILE == 0
