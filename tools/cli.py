@@ -36,6 +36,12 @@ COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "stats",
         "stats",
     ),
+    "report": (
+        "training runs beside each other: tau, loss, settings, time; --html and --png with plots",
+        config.Report,
+        "report",
+        "report",
+    ),
     "estimate": ("tokens -> bytes and hours by codec", config.Estimate, "estimate", "estimate"),
     "import": ("a cache from the states that another project stored", config.Import, "peers.importing", "run"),
     "export": ("every sample as a safetensors file of its own", config.Export, "peers.export", "run"),

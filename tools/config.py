@@ -111,6 +111,18 @@ class Stats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Report:
+    """Which runs to compare."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs, or of sweeps, which stand for their trials."""
+    html: Path | None = None
+    """Write table and plots into this file; it needs no server and no network. Needs matplotlib."""
+    png: Path | None = None
+    """Write the plots into this image. Needs matplotlib."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """How much is stored, and of what shape: 5 layers of 5,120 unless said otherwise."""
 

@@ -61,7 +61,7 @@ def page(report: Report) -> str:
     facts = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in report.facts.items())
     warnings = "".join(f'<p class="warning">{escape(w)}</p>' for w in report.warnings) or "<p>No warnings.</p>"
     with matplotlib.rc_context(LOOK):
-        plots = {name: _image(figure, name) for name, figure in _figures(report)}
+        plots = {name: image(figure, name) for name, figure in _figures(report)}
     body = "".join(
         _section(table, plots.pop(table.title, "")) for table in report.tables if table.title != "Lengths in tokens"
     )
@@ -79,7 +79,8 @@ def _section(table: Table, plot: str) -> str:
     return f"<h2>{escape(table.title)}</h2>{plot}<table{words}><tr>{head}</tr>\n{rows}</table>{note}\n"
 
 
-def _image(figure: Figure, name: str) -> str:
+def image(figure: Figure, name: str) -> str:
+    """A figure as an element of a page, with everything in it."""
     out = io.BytesIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     data = base64.b64encode(out.getvalue()).decode()
