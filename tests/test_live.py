@@ -1,27 +1,26 @@
 """Live decoding: lossless, and step for step what the offline walk says, with the independent client's own code."""
 
+import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from client_loop import client_loop
 from targets import write_rows, write_target
+from train_reference import drafter
+from transformers import AutoTokenizer
 
 from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfig
 from dflash_offline.extract.run import run as extract
+from dflash_offline.shards import index, manifest
 from dflash_offline.shards.cache import Cache
-from dflash_offline.tools.live import (
-    Comparison,
-    LiveTarget,
-    accept,
-    client_loop,
-    client_proposer,
-    compare,
-    decode,
-    offline_proposer,
-    response_span,
-    run_and_compare,
-)
+from dflash_offline.tools.agreement import Comparison, compare, response_span
+from dflash_offline.tools.cli import main
+from dflash_offline.tools.decoding import LiveTarget, accept, client_proposer, decode, offline_proposer
+from dflash_offline.tools.live import run_and_compare
 from dflash_offline.train.config import DataConfig as TrainData
 from dflash_offline.train.config import ModelConfig, OptimConfig, TrainConfig
 from dflash_offline.train.evaluate import load_target
@@ -109,12 +108,19 @@ def test_the_loop_is_lossless_with_a_drafter_that_is_mostly_wrong(tmp_path: Path
     assert any(s.recorded > 1 for run in runs for s in run.steps)
 
 
+def both_sides(cache: Cache, ours: Any, theirs: Any, folder: Path) -> Comparison:
+    """Every prompt of the cache, live with the client's model class and offline."""
+    samples = [cache.read(i) for i in range(len(cache))]
+    prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in samples]
+    target, shared = LiveTarget(folder, cache.layer_ids), load_target(cache, CPU, torch.float32)
+    found = run_and_compare(ours, shared, client_proposer(theirs, target), target, prompts, samples, set())
+    return found["answered"]
+
+
 def test_hybrid_target_offline_equals_live_with_the_clients_model(tmp_path: Path) -> None:
     cache, folder = trained(tmp_path, "qwen3_5", 120)
     ours, theirs = load_drafter(folder), client.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    samples = [cache.read(i) for i in range(len(cache))]
-    target = LiveTarget(tmp_path / "t", cache.layer_ids)
-    found = run_and_compare(ours, load_target(cache, CPU, torch.float32), theirs, target, samples, set())
+    found = both_sides(cache, ours, theirs, tmp_path / "t")
     assert found.fault() == "" and found.samples == 12 and found.steps > 20 and found.tau_offline > 2
 
 
@@ -128,7 +134,8 @@ def test_dense_target_offline_equals_the_clients_unmodified_loop(tmp_path: Path)
         start, stop = response_span(sample)
         run = client_loop(theirs, target, sample.input_ids[:start].tolist(), stop - start + SIZE, set())
         offline = walk_sample(ours, shared, sample)
-        compare(result, sample, offline, run, offline_proposer(ours, shared), client_proposer(theirs, target))
+        both = (offline_proposer(ours, shared), client_proposer(theirs, target))
+        compare(result, sample, offline, run, *both, target)
     assert result.fault() == "" and result.samples == 12 and result.left == 0
     assert result.steps > 20 and result.tau_offline > 2
 
@@ -140,7 +147,85 @@ def test_a_wrong_drafter_is_found_out(tmp_path: Path) -> None:
     ours = load_drafter(folder)
     with torch.no_grad():
         ours.hidden_norm.weight.mul_(1.5)
-    samples = [cache.read(i) for i in range(len(cache))]
-    target = LiveTarget(tmp_path / "t", cache.layer_ids)
-    found = run_and_compare(ours, load_target(cache, CPU, torch.float32), theirs, target, samples, set())
-    assert found.fault()
+    assert both_sides(cache, ours, theirs, tmp_path / "t").fault()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cache, Path]:
+    """A hybrid target with its tokenizer, a cache of its own answers, and the export of a drafter that learnt them."""
+    return trained(tmp_path_factory.mktemp("site"), "qwen3_5", 60)
+
+
+def command(*argv: object) -> int:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr(sys, "argv", ["dflash-shards", "live", *map(str, argv)])
+        main()
+    return int(left.value.code or 0)
+
+
+def test_the_command_agrees_and_tells_the_text_apart(
+    site: tuple[Cache, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, drafter = site
+    flags = ("--drafter", drafter, "--val-fraction", 1, "--device", "cpu", "--out", tmp_path / "live.json")
+    assert command(cache.path, *flags, "--samples", 5, "--max-new-tokens", 16) == 0
+    assert "verdict      agree" in capsys.readouterr().out
+    found = json.loads((tmp_path / "live.json").read_text())
+    assert found["responses"] == "recorded in the cache"
+    (part,) = found["modes"].values()
+    assert part["prompts"] == 5 and part["tau_live"] == part["tau_offline"] > 1 and part["answered_otherwise"] == 0
+    # A cache whose responses are not the target's own, and says that they are.
+    other = tmp_path / "other"
+    rows = [{"input_ids": p + [7, 8, 9, 10, 11] * 3, "loss_mask": [0] * len(p) + [1] * 15} for p in prompts(4)]
+    data = DataConfig(files=(write_rows(tmp_path / "d.jsonl", *rows),), generation="greedy")
+    target = TargetConfig(path=str(drafter.parent / "t"), layers=(1, 3, 5))
+    assert extract(ExtractConfig(target=target, data=data, cache=other, devices="cpu")) == 0
+    assert command(other, *flags) == 3
+    assert "4 of 4 responses are not what the target says greedily" in capsys.readouterr().out
+    info = replace(manifest.read(other), generation="unknown")
+    table = index.load(other, info, ranges=True)
+    index.publish(other, info, table)
+    assert command(other, *flags, "--max-new-tokens", 20) == 0  # then only its prompts are used
+    assert json.loads((tmp_path / "live.json").read_text())["responses"] == "decoded here"
+
+
+def test_accepted_length_by_mode_from_real_decoding(
+    site: tuple[Cache, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B92: prompts with thinking on and off are decoded for real and told apart; live and offline differ by less than
+    0.1 in each; and that the cache has no response of a mode is said."""
+    cache, drafter = site
+    tokenizer = AutoTokenizer.from_pretrained(cache.tokenizer_folder())
+    chats = [{"messages": [{"role": "user", "content": f"list the {i} next day"}]} for i in range(4)]
+    plain = [{"input_ids": p} for p in prompts(3)]
+    path, out = write_rows(tmp_path / "p.jsonl", *chats, *plain), tmp_path / "live.json"
+    flags = ("--drafter", drafter, "--val-fraction", 1, "--device", "cpu", "--prompts", path, "--out", out)
+    assert command(cache.path, *flags, "--max-new-tokens", 24) == 0
+    modes = json.loads(out.read_text())["modes"]
+    assert {mode: part["prompts"] for mode, part in modes.items()} == {"thinking": 4, "not thinking": 3}
+    assert all(abs(part["tau_live"] - part["tau_offline"]) < 0.1 and part["steps"] > 10 for part in modes.values())
+    assert "<think>" in tokenizer.get_vocab()  # the template opens it for the chats
+    assert "held-out responses of the cache none is thinking" in capsys.readouterr().out
+    for line, message in (
+        ('{"input": 1}', "line 1: KeyError"),
+        ("{", "line 1: JSONDecodeError"),
+        ("", "has no prompt"),
+    ):
+        path.write_text(line)
+        assert command(cache.path, *flags) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_another_target_or_drafter_is_refused(
+    site: tuple[Cache, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, folder = site
+    write_target(tmp_path / "other", seed=1)
+    for target, message in ((tmp_path / "other", "embed_tokens is not that of"), (tmp_path / "none", "not a target")):
+        assert command(cache.path, "--drafter", folder, "--val-fraction", 1, "--target", target) == 2
+        assert message in capsys.readouterr().err
+    assert command(cache.path, "--drafter", folder, "--val-fraction", 1e-6) == 2
+    assert "nothing is held out" in capsys.readouterr().err
+    export_drafter(drafter(), tmp_path / "small")
+    assert command(cache.path, "--drafter", tmp_path / "small") == 2
+    assert "hidden_size of the target is 64, the drafter is for one with 32" in capsys.readouterr().err

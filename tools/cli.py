@@ -51,6 +51,12 @@ COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         "regenerate",
         "regenerate",
     ),
+    "live": (
+        "decode with the target and a drafter, and compare with the offline walk; exit 3 when they differ",
+        config.Live,
+        "live",
+        "live",
+    ),
     "bench": ("read, decode, copy and de-quantise against the machine's copy rate", config.Bench, "bench", "bench"),
 }
 

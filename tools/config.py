@@ -336,6 +336,41 @@ class Regenerate:
             raise ValueError("temperature, top_p, timeout or pause is out of range")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What to decode, and with which target and drafter."""
+
+    cache: Place
+    """The cache folder; it gives the target's embedding, head and tokenizer, and prompts unless others are given."""
+    drafter: Path
+    """Exported or published drafter folder."""
+    target: str = ""
+    """The target's checkpoint folder; empty: where the cache was made from."""
+    val_fraction: float = 0.02
+    """Part of the cache's prompts that training held out, as in data.val_fraction; 1: all of them."""
+    samples: int = 50
+    """Prompts at most."""
+    prompts: Path | None = None
+    """Prompts from this JSONL instead: messages, prompt or input_ids a line."""
+    thinking: bool | None = None
+    """Render those prompts with enable_thinking; unset: as the cache's were."""
+    max_new_tokens: int = 256
+    """Tokens of a response that are decoded, or compared where the cache recorded it."""
+    near_tie: float = 0.5
+    """Logits of the target this close may come out either way."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute: float32 on the CPU, bfloat16 on a GPU."""
+    out: Path | None = None
+    """JSON file to write too."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.max_new_tokens < 2 or self.near_tie < 0 or not 0 < self.val_fraction <= 1:
+            raise ValueError(
+                f"samples is {self.samples}, max_new_tokens {self.max_new_tokens}, near_tie {self.near_tie}, "
+                f"val_fraction {self.val_fraction}; expected at least 1, 2 and 0, and a part above 0"
+            )
+
+
 def codec_parameters(codec: str, delta: float | None) -> dict[str, float]:
     """The settings of a codec. Raises ValueError for a step that it does not have."""
     if delta is not None and codec != "ecsq":

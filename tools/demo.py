@@ -52,7 +52,9 @@ def live(cache: Cache, run: Path, drafter: Path, samples: int) -> dict[str, Any]
     import torch
     from dflash import DFlashDraftModel
 
-    from dflash_offline.tools.live import LiveTarget, drafter_features, run_and_compare
+    from dflash_offline.tools.agreement import drafter_features, response_span
+    from dflash_offline.tools.decoding import LiveTarget, client_proposer
+    from dflash_offline.tools.live import run_and_compare
     from dflash_offline.train.evaluate import load_target
     from dflash_offline.train.export import load_drafter
     from dflash_offline.train.folder import read_config
@@ -68,10 +70,13 @@ def live(cache: Cache, run: Path, drafter: Path, samples: int) -> dict[str, Any]
     ]
     shared = load_target(cache, torch.device("cpu"), torch.float32)
     target = LiveTarget(TARGET, ours.spec.layer_ids)
-    found = run_and_compare(ours, shared, client, target, picked, set(cache.tokenizer_facts["eos_ids"]))
+    prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in picked]
+    theirs, stop_ids = client_proposer(client, target), set(cache.tokenizer_facts["eos_ids"])
+    found = run_and_compare(ours, shared, theirs, target, prompts, picked, stop_ids)["answered"]
     if fault := found.fault():
         raise RunError(f"live decoding and the offline walk do not agree: {fault}")
     return {
+        "prompts": found.samples,
         "offline": found.tau_offline,
         "live": found.tau_live,
         "steps": found.steps,
@@ -113,8 +118,8 @@ def command(*words: object) -> None:
         raise RunError(f"dflash-{program} {rest[0]} left with code {code}")
 
 
-def demo(out: Path, count: int, samples: int) -> None:
-    """Run every stage into `out` and print the table."""
+def demo(out: Path, count: int, samples: int, half: bool) -> None:
+    """Run every stage into `out` and print the table; `half`: for the drafter in the middle of its training too."""
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; remove it or choose another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -125,10 +130,17 @@ def demo(out: Path, count: int, samples: int) -> None:
     command("extract", "run", "--config", CONFIGS / "demo-extract.toml", "--target.path", TARGET, "--data.files", data,
             "--cache", cache)  # fmt: skip
     command("shards", "verify", cache)
-    command("train", "run", "--config", CONFIGS / "demo-train.toml", "--cache", cache, "--run-dir", run)
+    # A quarter more prompts held out than are measured on: which they are is a matter of their keys.
+    held = ["--data.val-fraction", round(1.25 * samples / count, 3)] if 1.25 * samples > 0.08 * count else []
+    keep = ["--save.keep-last", 99, "--save.every", 50] if half else []
+    command("train", "run", "--config", CONFIGS / "demo-train.toml", "--cache", cache, "--run-dir", run, *held, *keep)
     table = Cache(cache)
     taus: dict[str, dict[str, Any]] = {}
-    for name, step in (("untrained", ["--step", 0]), ("trained", [])):
+    stages: dict[str, list[object]] = {"untrained": ["--step", 0], "trained": []}
+    if half:
+        kept = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+        stages = {"untrained": ["--step", 0], "half-trained": ["--step", kept[len(kept) // 2 - 1]], "trained": []}
+    for name, step in stages.items():
         drafter = out / f"drafter-{name}"
         command("train", "export", "--run-dir", run, *step, "--out", drafter)
         command("train", "eval", "--run-dir", run, *step, "--samples", samples, "--out", out / f"eval-{name}.json")
@@ -166,6 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="new folder for everything the demo makes")
     parser.add_argument("--chats", type=int, default=1000, help="prompts to answer")
     parser.add_argument("--samples", type=int, default=50, help="held-out prompts to measure on")
+    parser.add_argument("--half", action="store_true", help="measure a half-trained drafter too")
     args = parser.parse_args()
     import torch
     from transformers import logging
@@ -174,7 +187,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        demo(args.out, args.chats, args.samples)
+        demo(args.out, args.chats, args.samples, args.half)
     except (UsageError, RunError) as error:
         print(f"demo: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -1,281 +1,223 @@
-"""Speculative decoding for real, and whether it takes the steps that the offline walk says it takes.
+"""`dflash-shards live`: speculative decoding with the target itself, beside what the offline walk says of it."""
 
-The loop here recomputes the target without a cache in every round, which is right for every target: the recurrent state
-of a hybrid one cannot be rolled back by cropping a cache, and a loop that tries decodes other tokens.
-
-Shapes: T tokens so far, K block, D hidden, V vocabulary, L captured layers.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import importlib.util
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from dflash_offline.shards.command import say
+from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.sample import Sample
-from dflash_offline.train.masks import Blocks
-from dflash_offline.train.model import Drafter, Target, block_inputs
-from dflash_offline.train.rows import select_layers
-from dflash_offline.train.walk import Step, supervised_spans, walk_sample
+from dflash_offline.tools.agreement import Comparison, as_sample, compare, cut, drafter_features, response_span
+from dflash_offline.tools.config import Live
+from dflash_offline.tools.decoding import LiveTarget, Propose, client_proposer, decode, offline_proposer
+from dflash_offline.train.eval_command import check_fit
+from dflash_offline.train.evaluate import bf16_weights, load_target
+from dflash_offline.train.export import load_drafter
+from dflash_offline.train.mix import Mix
+from dflash_offline.train.model import Drafter, Target
+from dflash_offline.train.plan import held_out, in_key_order
+from dflash_offline.train.rows import column_index
+from dflash_offline.train.walk import walk_sample
 
-Propose = Callable[[Tensor, int], Tensor]
-"""Features bf16 [T, L * D] of the tokens before the anchor, and the anchor's token -> draft logits [K - 1, V]."""
-
-
-class LiveTarget:
-    """The whole target in fp32, with the drafter's features read by hooks."""
-
-    def __init__(self, folder: Path, layers: Sequence[int]) -> None:
-        """Load the checkpoint in `folder`; `layers` are the captured ones, in the drafter's order."""
-        from transformers import AutoModelForCausalLM
-
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._layers, self._kept = tuple(layers), dict[int, Tensor]()
-        for i in layers:
-            self.model.get_decoder().layers[i].register_forward_hook(self._keep(i))
-
-    def _keep(self, i: int) -> Callable[..., None]:
-        def hook(module: object, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._kept[i] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    @torch.inference_mode()
-    def __call__(self, rows: Sequence[Sequence[int]]) -> list[tuple[list[int], Tensor]]:
-        """Of each row of ids: its greedy next tokens [T], and its features as the cache stores them, bf16 [T, L * D].
-
-        Rows are padded on the right without a mask: every mixer is causal, so what follows a token cannot reach it.
-        """
-        ids_BT = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-        next_BT = self.model(input_ids=ids_BT, use_cache=False).logits.argmax(dim=-1)
-        features = torch.cat([self._kept[i] for i in self._layers], dim=2).to(torch.bfloat16)
-        return [(n[: len(r)].tolist(), f[: len(r)]) for n, f, r in zip(next_BT, features, rows, strict=True)]
+_BF16_SHARE = 0.05
+"""In bf16 that many steps may be near ties; in fp32 a hundredth."""
+_LOOKED_AT = 20
+"""Samples of a cache that tell whether its responses think."""
 
 
-@dataclass(kw_only=True)
-class Run:
-    """What live decoding did with one prompt."""
-
-    prompt: int
-    """Tokens of the prompt."""
-    ids: list[int]
-    """Prompt and response."""
-    steps: list[Step] = field(default_factory=list)
-    """`recorded` as produced: clipped at a stop token, not at the length of a recorded response."""
-
-
-def decode(
-    target: LiveTarget,
-    propose: Propose,
-    size: int,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: Sequence[int],
-    stop: set[int],
-) -> list[Run]:
-    """Greedy speculative decoding with blocks of `size` tokens, each prompt until a stop token or its limit.
-
-    The prompts advance side by side, one target forward a round, but each at its own pace.
-    """
-    runs = [Run(prompt=len(p), ids=list(p)) for p in prompts]
-    active = list(range(len(runs)))
-    features: dict[int, Tensor] = {}
-    for i, (next_T, features_TLD) in enumerate(target(prompts)):
-        runs[i].ids.append(next_T[-1])
-        features[i] = features_TLD
-    while active := [
-        i for i in active if runs[i].ids[-1] not in stop and len(runs[i].ids) < runs[i].prompt + max_new_tokens[i]
-    ]:
-        # The anchor's own state does not exist yet when its block is drafted.
-        drafts = {
-            i: propose(features[i][: len(runs[i].ids) - 1], runs[i].ids[-1]).argmax(dim=-1).tolist() for i in active
-        }
-        verified = target([runs[i].ids + drafts[i] for i in active])
-        for i, (next_T, features_TLD) in zip(active, verified, strict=True):
-            anchor = len(runs[i].ids) - 1
-            gained = accept(drafts[i], next_T[anchor:], stop)
-            runs[i].ids += gained
-            runs[i].steps.append(Step(anchor, len(gained), tuple(drafts[i])))
-            features[i] = features_TLD
-    return runs
-
-
-def accept(drafts: Sequence[int], ours: Sequence[int], stop: set[int]) -> list[int]:
-    """Tokens gained: the drafts that equal the target's own, and one token of the target's; none after a stop token.
-
-    `ours` are the target's tokens after the anchor, after the first draft, and so on; one more than `drafts`.
-    """
-    accepted = next((k for k, draft in enumerate(drafts) if draft != ours[k]), len(drafts))
-    ended = next((k for k in range(accepted + 1) if ours[k] in stop), accepted)
-    return list(ours[: ended + 1])
-
-
-def client_proposer(client: Any, target: LiveTarget) -> Propose:
-    """Draft with the model class of the PyPI package `dflash`, one block at a time, without a cache."""
-    embed, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-
-    @torch.inference_mode()
-    def propose(features_TLD: Tensor, token: int) -> Tensor:
-        block = torch.full((1, client.block_size), client.mask_token_id)
-        block[0, 0] = token
-        positions = torch.arange(len(features_TLD) + client.block_size)
-        hidden = client(
-            target_hidden=features_TLD.float()[None], noise_embedding=embed(block), position_ids=positions[None]
+def live(config: Live) -> int:
+    """The command. 0 where both sides agree, else 3."""
+    cache, ours = Mix([config.cache]), load_drafter(config.drafter)
+    check_fit(ours, cache, None)
+    if config.out and not config.out.parent.is_dir():
+        raise UsageError(f"{config.out}: its folder does not exist; choose another --out")
+    tokenizer, columns = _tokenizer(cache), column_index(cache.layer_ids, ours.spec.layer_ids)
+    picked = [drafter_features(cache.read(n), columns, cache.hidden_size) for n in _held_out(cache, config)]
+    recorded = config.prompts is None and cache.generation == "greedy"
+    if config.prompts is not None:
+        prompts = _prompts(config.prompts, tokenizer, config, cache)
+    else:
+        prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in picked]
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    target = LiveTarget(config.target or cache.caches[0].manifest.target["path"], ours.spec.layer_ids, device)
+    shared = load_target(cache, torch.device(device), target.model.dtype)
+    _check_same(target, shared, cache)
+    rounded = bf16_weights(ours, torch.device(device))
+    theirs = _client(config.drafter, rounded, shared, target)
+    samples = [cut(sample, config.max_new_tokens) for sample in picked] if recorded else None
+    stop_ids = set(cache.tokenizer_facts["eos_ids"])
+    say(f"decoding {len(prompts)} prompts with {config.drafter} ...")
+    found = run_and_compare(
+        rounded, shared, theirs, target, prompts, samples, stop_ids,
+        most=config.max_new_tokens, near_tie=config.near_tie, thinks=_Thinks(tokenizer),
+    )  # fmt: skip
+    result = {
+        "drafter": str(config.drafter),
+        "cache": str(config.cache),
+        "responses": "recorded in the cache" if recorded else "decoded here",
+        "modes": {mode: told(part) for mode, part in found.items()},
+    }
+    if config.out:
+        with atomic_file(config.out) as file:
+            file.write(json.dumps(result, indent=1).encode())
+    print(table(found, recorded))
+    known = {_Thinks(tokenizer)(s.input_ids.tolist(), response_span(s)[0]) for s in picked[:_LOOKED_AT]}
+    for mode in sorted(found.keys() - known):
+        print(
+            f"note: of {min(len(picked), _LOOKED_AT)} held-out responses of the cache none is {mode}; the drafter may "
+            "never have seen any"
         )
-        return head(hidden[0, 1:])
-
-    return propose
+    return 3 if any(part.fault() for part in found.values()) else 0
 
 
-class RoundedTarget:
-    """A target whose returned hidden states are rounded to bf16, as the cache stores them; otherwise itself."""
+class _Thinks:
+    """Tells a response that thinks from one that does not, by the tokens <think> and </think>."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, tokenizer: Any) -> None:
+        known = tokenizer.get_vocab()
+        self.open, self.close = known.get("<think>"), known.get("</think>")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
-        """Forward."""
-        out = self._model(*args, **kwargs)
-        hidden = out.hidden_states and [h.bfloat16().float() for h in out.hidden_states]
-        return SimpleNamespace(logits=out.logits, hidden_states=hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def client_loop(client: Any, target: LiveTarget, prompt: Sequence[int], max_new_tokens: int, stop: set[int]) -> Run:
-    """The client's own cached loop, as it is. Only dense targets: it cannot roll back a recurrent state."""
-    from dflash.model import dflash_generate
-
-    synchronize = torch.cuda.synchronize
-    if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda *_: None  # it times itself by CUDA's clock, also on the CPU
-    try:
-        out = dflash_generate(
-            client,
-            RoundedTarget(target.model),
-            torch.tensor([list(prompt)]),
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=sorted(stop),
-            return_stats=True,
-        )
-    finally:
-        torch.cuda.synchronize = synchronize
-    run = Run(prompt=len(prompt), ids=out.output_ids[0].tolist())
-    for recorded in out.acceptance_lengths:
-        anchor = len(prompt) + sum(step.recorded for step in run.steps)
-        run.steps.append(Step(anchor, recorded, ()))
-    return run
-
-
-def offline_proposer(drafter: Drafter, target: Target) -> Propose:
-    """Draft with the trainer's own model, as the offline walk does."""
-
-    @torch.inference_mode()
-    def propose(features_TLD: Tensor, token: int) -> Tensor:
-        size, anchor = drafter.spec.block_size, len(features_TLD)
-        inputs = block_inputs(target.embedding_VD, torch.tensor([token]), size, drafter.spec.mask_token_id)
-        blocks = Blocks(torch.tensor([anchor]), torch.tensor([0]), size)
-        return drafter(features_TLD, torch.arange(anchor), inputs, blocks)[0, 1:] @ target.head_VD.T
-
-    return propose
-
-
-@dataclass(kw_only=True)
-class Comparison:
-    """Offline walk against live decoding, step by step, until the live target itself leaves the recorded response."""
-
-    samples: int = 0
-    left: int = 0
-    """Samples in which the live target's own token differs from the recorded one somewhere."""
-    steps: int = 0
-    """Steps taken from the same anchor on both sides."""
-    near_ties: int = 0
-    """Steps that differ, where the draft's best two logits are closer than four times the difference of computation."""
-    bugs: list[str] = field(default_factory=list)
-    """Steps that differ without that excuse."""
-    offline: list[int] = field(default_factory=lambda: [0, 0])
-    """Tokens and steps of the compared parts."""
-    live: list[int] = field(default_factory=lambda: [0, 0])
-
-    @property
-    def tau_offline(self) -> float:
-        """Mean accepted length of the walk over the compared parts."""
-        return self.offline[0] / max(self.offline[1], 1)
-
-    @property
-    def tau_live(self) -> float:
-        """Mean accepted length of live decoding over the compared parts."""
-        return self.live[0] / max(self.live[1], 1)
-
-    def fault(self) -> str:
-        """Why the two sides do not agree; empty when they do: no bug, at most 1 % near ties, tau within 0.5 %."""
-        if self.bugs:
-            return f"{len(self.bugs)} steps differ without a near tie; first: {self.bugs[0]}"
-        if self.near_ties > 0.01 * self.steps:
-            return f"{self.near_ties} of {self.steps} steps differ, expected at most 1 %"
-        if abs(self.tau_live - self.tau_offline) > 0.005 * self.tau_live:
-            return f"tau is {self.tau_offline:.4f} offline and {self.tau_live:.4f} live, expected within 0.5 %"
-        return ""
-
-
-def response_span(sample: Sample) -> tuple[int, int]:
-    """First supervised span: where the live response starts, and where the recorded one ends."""
-    return supervised_spans(sample.loss_mask)[0]
-
-
-def compare(
-    into: Comparison, sample: Sample, offline: Sequence[Step], run: Run, ours: Propose, theirs: Propose
-) -> None:
-    """Add one sample. `ours` and `theirs` redraft a step that differs, to tell a near tie from a bug.
-
-    `sample.states` must hold the drafter's features only, in its order.
-    """
-    start, stop = response_span(sample)
-    recorded = sample.input_ids.tolist()
-    # Up to here the live target wrote what the cache recorded.
-    common = next((i for i in range(start, min(stop, len(run.ids))) if run.ids[i] != recorded[i]), stop)
-    into.samples += 1
-    into.left += common < stop
-    live = {s.anchor: min(s.recorded, stop - 1 - s.anchor) for s in run.steps}
-    walk = {s.anchor: s.recorded for s in offline}
-    for side, steps in ((into.live, live), (into.offline, walk)):
-        whole = [n for anchor, n in steps.items() if n > 0 and anchor + n < common]
-        side[0] += sum(whole)
-        side[1] += len(whole)
-    for anchor in sorted(live.keys() & walk.keys()):
-        if anchor + max(live[anchor], walk[anchor]) >= common:
-            break
-        into.steps += 1
-        if live[anchor] != walk[anchor]:
-            features_TLD, token = sample.states[:anchor], recorded[anchor]
-            slot = min(live[anchor], walk[anchor]) - 1
-            a_V, b_V = ours(features_TLD, token)[slot], theirs(features_TLD, token)[slot]
-            best = a_V.topk(2).values
-            if best[0] - best[1] < 4 * (a_V - b_V).abs().max():
-                into.near_ties += 1
-            else:
-                into.bugs.append(f"sample {sample.key} anchor {anchor}: offline {walk[anchor]}, live {live[anchor]}")
-
-
-def drafter_features(sample: Sample, columns: list[int] | None, hidden_size: int) -> Sample:
-    """The sample with only the drafter's layers in its states."""
-    states = select_layers(sample.states, columns, hidden_size)
-    return Sample(key=sample.key, input_ids=sample.input_ids, loss_mask=sample.loss_mask, states=states)
+    def __call__(self, ids: Sequence[int], start: int) -> str:
+        if self.close is None:
+            return "answered"
+        marks = [i for i in ids[:start] if i in (self.open, self.close)]
+        return "thinking" if marks[-1:] == [self.open] or self.close in ids[start:] else "not thinking"
 
 
 def run_and_compare(
-    drafter: Drafter, shared: Target, client: Any, target: LiveTarget, samples: Sequence[Sample], stop_ids: set[int]
-) -> Comparison:
-    """Decode every sample's prompt live with the client's drafter, and compare with the offline walk."""
-    ours, theirs, result = offline_proposer(drafter, shared), client_proposer(client, target), Comparison()
-    size, spans = drafter.spec.block_size, [response_span(sample) for sample in samples]
-    prompts = [sample.input_ids[:start].tolist() for sample, (start, _) in zip(samples, spans, strict=True)]
-    runs = decode(target, theirs, size, prompts, [stop - start + size for start, stop in spans], stop_ids)
-    for sample, (start, stop), run in zip(samples, spans, runs, strict=True):
+    drafter: Drafter,
+    shared: Target,
+    theirs: Propose,
+    target: LiveTarget,
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample] | None,
+    stop_ids: set[int],
+    *,
+    most: int = 0,
+    near_tie: float = 0.5,
+    thinks: Any = lambda ids, start: "answered",
+) -> dict[str, Comparison]:
+    """Decode every prompt live with the drafts of `theirs`, and compare with the offline walk; by mode of response.
+
+    The walk is over `samples`, the prompts with their recorded responses, of which so much is decoded live; without
+    them, over what was decoded, at most `most` tokens, with the states that the target has of it.
+    """
+    ours, size = offline_proposer(drafter, shared), drafter.spec.block_size
+    limits = [stop - start + size for start, stop in map(response_span, samples)] if samples else [most] * len(prompts)
+    runs = decode(target, theirs, size, prompts, limits, stop_ids)
+    found: dict[str, Comparison] = {}
+    for i, run in enumerate(runs):
+        sample = samples[i] if samples else as_sample(run, f"prompt {i}", target([run.ids], 1)[0][1])
+        start, stop = response_span(sample)
         steps = [s for s in walk_sample(drafter, shared, sample) if start <= s.anchor < stop]
-        compare(result, sample, steps, run, ours, theirs)
-    return result
+        share = 0.01 if target.model.dtype == torch.float32 else _BF16_SHARE
+        mode = thinks(sample.input_ids.tolist(), start)
+        into = found.setdefault(mode, Comparison(near_tie=near_tie, share=share))
+        compare(into, sample, steps, run, ours, theirs, target)
+    return found
+
+
+def told(found: Comparison) -> dict[str, Any]:
+    """A comparison for a JSON file."""
+    return {
+        "prompts": found.samples,
+        "steps": found.steps,
+        "tau_offline": found.tau_offline,
+        "tau_live": found.tau_live,
+        "near_ties": found.near_ties,
+        "bugs": found.bugs,
+        "answered_otherwise": found.left,
+        "not_the_targets": found.strangers,
+        "fault": found.fault(),
+    }
+
+
+def table(found: dict[str, Comparison], recorded: bool) -> str:
+    """Comparisons for people."""
+    lines = []
+    for mode, part in found.items():
+        lines += [
+            f"{mode}: {part.samples} prompts, {part.steps} steps compared",
+            f"  tau          {part.tau_offline:.4f} offline, {part.tau_live:.4f} live",
+            f"  steps apart  {part.near_ties} near ties of the draft, {len(part.bugs)} otherwise",
+        ]
+        if recorded:
+            lines.append(
+                f"  text apart   {part.left - len(part.strangers)} prompts at near ties of the target (within "
+                f"{part.near_tie}), {len(part.strangers)} otherwise"
+            )
+        lines.append(f"  verdict      {'differ: ' + part.fault() if part.fault() else 'agree'}")
+    return "\n".join(lines)
+
+
+def _client(folder: Path, ours: Drafter, shared: Target, target: LiveTarget) -> Propose:
+    if importlib.util.find_spec("dflash") is None:
+        say("note: drafts are the trainer's own; an independent client comes with pip install --no-deps dflash==0.1.0")
+        return offline_proposer(ours, shared)
+    from dflash import DFlashDraftModel
+
+    client = DFlashDraftModel.from_pretrained(folder, dtype=target.model.dtype)
+    return client_proposer(client.to(target.model.device).eval(), target)
+
+
+def _tokenizer(cache: Mix) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(cache.caches[0].tokenizer_folder(), local_files_only=True)
+
+
+def _check_same(target: LiveTarget, shared: Target, cache: Mix) -> None:
+    for name, live, stored in (
+        ("embed_tokens", target.model.get_input_embeddings().weight, shared.embedding_VD),
+        ("lm_head", target.head.weight, shared.head_VD),
+    ):
+        if live.shape != stored.shape or not torch.equal(live, stored.to(live.dtype)):
+            raise UsageError(
+                f"{target.model.name_or_path}: its {name} is not that of {cache.path}; give its own --target"
+            )
+
+
+def _held_out(cache: Mix, config: Live) -> list[int]:
+    chosen = held_out(cache.prompt_keys, config.val_fraction) & (cache.anchors > 0)
+    numbers = in_key_order(cache.keys, chosen, config.samples)
+    if not numbers:
+        raise UsageError(
+            f"{cache.path}: nothing is held out at val_fraction = {config.val_fraction}; expected a larger"
+        )
+    return numbers
+
+
+def _prompts(path: Path, tokenizer: Any, config: Live, cache: Mix) -> list[list[int]]:
+    """Ids of the prompts in a JSONL file, rendered as the cache's were."""
+    arguments = dict(cache.caches[0].manifest.settings.get("chat_template.args") or {})
+    if config.thinking is not None:
+        arguments["enable_thinking"] = config.thinking
+    out: list[list[int]] = []
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines[: config.samples], 1):
+        try:
+            row = json.loads(line)
+            if "input_ids" in row:
+                out.append([int(i) for i in row["input_ids"]])
+                continue
+            messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+            out.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a template raises whatever it likes
+            reason = (str(error).splitlines() or [""])[0]
+            raise UsageError(
+                f"{path}: line {number}: {type(error).__name__}: {reason}; expected messages, prompt or input_ids"
+            ) from None
+    if not out or not all(out):
+        raise UsageError(f"{path}: has no prompt, or an empty one; expected a JSON object a line")
+    return out

@@ -47,7 +47,7 @@ def evaluate(config: EvalConfig) -> int:
         cache = Mix(paths)
         if config.run_dir and not config.cache:
             _check_same(config.run_dir, cache)
-        _check_fit(drafter, cache, config.temperature)
+        check_fit(drafter, cache, config.temperature)
         val_fraction = config.val_fraction if config.val_fraction is not None else run.data.val_fraction if run else 0.0
         if run is not None and config.split == "val" and val_fraction > run.data.val_fraction:
             raise UsageError(
@@ -205,7 +205,8 @@ def _check_same(run: Path, cache: Mix) -> None:
         )
 
 
-def _check_fit(drafter: Drafter, cache: Mix, temperature: float | None) -> None:
+def check_fit(drafter: Drafter, cache: Mix, temperature: float | None) -> None:
+    """Raises UsageError where the drafter is for another target, or the cache lacks what it reads."""
     spec, target = drafter.spec, cache.target_config
     for name, found, expected in (
         ("hidden_size", cache.hidden_size, spec.hidden_size),
