@@ -79,7 +79,9 @@ class Teacher:
         token_AK1 = torch.from_numpy(label_AK).to(device)[..., None]
         out = []
         # A few blocks at a time: fp32 of a whole chunk would be many GB.
-        for logits, which, token in zip(*(x.split(_BLOCKS) for x in (logits_AKV, which_AK, token_AK1)), strict=True):
+        for logits, which, token in zip(
+            *(torch.split(x, _BLOCKS) for x in (logits_AKV, which_AK, token_AK1)), strict=True
+        ):
             q_AKV, p_AKV = (logits.float() / self.temperature).log_softmax(dim=-1), target_NV[which]
             recorded = (q_AKV.gather(2, token) - p_AKV.gather(2, token)).clamp(max=0).exp()[..., 0]
             out.append(torch.stack([recorded, torch.minimum(q_AKV, p_AKV).exp().sum(dim=-1)], dim=-1))
