@@ -4,7 +4,6 @@ import math
 import signal
 from collections import Counter
 from contextlib import closing, nullcontext, suppress
-from itertools import islice
 from typing import Any
 
 import torch
@@ -88,17 +87,23 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
         done, stopping = first, False
         if unmeasured:
             stopping = end.close(unmeasured, stopping=False, show=True)
+        if first < job.steps:
+            upcoming = next(rows)
+            clock.lap("data")
         for step in range(first + 1, job.steps + 1):
             if stopping:
                 break
             tally, loading = Tally(spec.block_size, device), Counter[str]()
-            for number, row in enumerate(islice(rows, own_rows), 1):
-                clock.lap("data")
+            for number in range(1, own_rows + 1):
+                row = upcoming
                 tally.add_row(row)
                 loading.update(row.seconds)
                 if row.anchors:
                     reached = reduced.ready if number == own_rows and ranks.world > 1 else None
                     _learn(state.working, target, row, objective, tally, clock, reached, config.recompute)
+                # Before anything waits for the device: it is busy while the next row is taken over.
+                upcoming = next(rows, row)
+                clock.lap("data")
             tally.add("stops", stop.signal is not None)
             reduced.finish()
             sums = tally.collect(ranks)

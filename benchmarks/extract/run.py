@@ -8,6 +8,7 @@ Everything is of one process (a process a GPU with several), beside the matrix r
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import tempfile
 import time
@@ -35,7 +36,7 @@ GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""
 BUDGET = 32768
 SHARD_TOKENS = 60_000
-SHARDS = 2
+SHARDS = 3
 """Of one turn."""
 
 
@@ -115,27 +116,44 @@ def runner_of(capture: Any, work: Path) -> Runner:
 
 
 def turn(runner: Runner, work: Path, tasks: list[plan.Task], discard: bool) -> float:
-    """Tokens/s of some tasks, to durable shards or to nothing; two tasks in flight, as a worker has."""
-    tokens = sum(task.tokens for task in tasks)
-    begin = time.perf_counter()
-    if discard:
-        for task in tasks:
+    """Tokens/s of all tasks but the first, from its end on: a run's beginning and end are not its rate.
+
+    To durable shards, two tasks in flight as a worker has, or to nothing.
+    """
+    ends: dict[int, float] = {}
+    pending = []
+    for number, task in enumerate(tasks):
+        if discard:
             for row in rows(runner, plan.load_task(work, task)):
                 del row
-        torch.cuda.synchronize()
-    else:
-        pending = []
-        for number, task in enumerate(tasks):
-            pending.append(run_task(runner, work, number, task))
-            if len(pending) > 1:
-                pending.pop(0).result()
-        for future in pending:
-            future.result()
-    seconds = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            ends[number] = time.perf_counter()
+            continue
+        future = run_task(runner, work, number, task)
+        future.add_done_callback(lambda _, number=number: ends.update({number: time.perf_counter()}))
+        pending.append(future)
+        if len(pending) > 1:
+            pending.pop(0).result()
+    for future in pending:
+        future.result()
     if not discard:
         for number in range(len(tasks)):
             (work / shard_name(number)).unlink()
-    return tokens / seconds
+    return sum(task.tokens for task in tasks[1:]) / (ends[len(tasks) - 1] - ends[0])
+
+
+def disk_rate(folder: Path) -> float:
+    """MB/s of one file of 1 GB, written and durable."""
+    data, path = os.urandom(1 << 24), folder / "probe"
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(64):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return (1 << 30) / seconds / 1e6
 
 
 KINDS = {
@@ -164,7 +182,7 @@ def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
     return {"wall ms": 1e3 * wall, "kernels ms": total, "tokens": task.tokens, "by kind": dict(found.most_common())}
 
 
-def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pairs: int) -> None:
+def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, stock: bool, pairs: int) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
     begun, result = time.perf_counter(), dict[str, Any]()
@@ -176,7 +194,7 @@ def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pa
     tell("burst TFLOP/s", gemm_rate(1))
     model = shapes.decoder("sdpa", torch.device("cuda", device))
     lengths = shapes.lengths(4096)
-    if alone:
+    if alone and stock:
         tell("stock", stock_rate(model))
         tell("padded to the longest of 32, tokens/s", padded_rate(model, lengths[:32]))
     tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
@@ -190,11 +208,21 @@ def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, pa
     (work / shard_name(0)).unlink()
     tell("first shard s", time.perf_counter() - begin)
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
+    barrier.wait()
+    tell("disk MB/s, all at once", disk_rate(work))
     turns: dict[str, list[float]] = {"discard": [], "shards": []}
-    for _ in range(pairs if alone else 3):
+    for _ in range(pairs):
         for name in turns:
             barrier.wait()
             turns[name].append(turn(runner, work, tasks, name == "discard"))
+        tell("tokens/s so far", turns)
+    if not alone:
+        turns["shards, the others idle"] = []
+        for _ in range(2):
+            barrier.wait()
+            if device == 0:
+                turns["shards, the others idle"].append(turn(runner, work, tasks, False))
+            barrier.wait()
     tell("tokens/s", turns)
     tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
     tell("sustained TFLOP/s", gemm_rate(4))
@@ -210,15 +238,19 @@ def main() -> None:
     parser.add_argument("--devices", default="0")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "extract-bench")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--together-only", action="store_true", help="neither one device first, nor stock transformers")
     args = parser.parse_args()
     devices = [int(d) for d in args.devices.split(",")]
     context = multiprocessing.get_context("spawn")
     found = {}
-    for group in [devices[:1], devices] if len(devices) > 1 else [devices]:
+    for group in [devices[:1], devices] if len(devices) > 1 and not args.together_only else [devices]:
         shutil.rmtree(args.work, ignore_errors=True)
         barrier, answers = context.Barrier(len(group)), context.Queue()
         processes = [
-            context.Process(target=measure, args=(d, args.work / str(d), barrier, answers, len(group) == 1, args.pairs))
+            context.Process(
+                target=measure,
+                args=(d, args.work / str(d), barrier, answers, len(group) == 1, not args.together_only, args.pairs),
+            )
             for d in group
         ]
         for process in processes:
