@@ -339,7 +339,7 @@ def killed_twice(config: SweepConfig, trial: str) -> dict[str, Any]:
 
 def test_a_sweep_that_trains_is_killed_twice_and_goes_on(made: Callable[..., SweepConfig], tmp_path: Path) -> None:
     """Eight trials on two slots; each as if it had not been disturbed, and the best one is exported."""
-    config = made(trials=8)
+    config = made(trials=8, sampler=Method(name="RandomSampler", arguments={"seed": 1}))
     rows = killed_twice(config, "real")
     for row in rows.values():
         place = tmp_path / "sweep" / "trials" / f"{row['number']:03d}.toml"
