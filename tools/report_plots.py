@@ -65,7 +65,7 @@ def whole_figure(runs: list[Run]) -> Figure:
         raise UsageError("no run has a step yet; expected one to draw")
     heights = [part.height + 0.3 for part in parts]
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
-    places = np.atleast_1d(figure.subfigures(len(parts), 1, height_ratios=heights))
+    places = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, place in zip(parts, places, strict=True):
         place.suptitle(part.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         part.draw(place)
@@ -154,7 +154,8 @@ def _time(figure: FigureBase, runs: list[Run]) -> None:
 
 
 def _settings(figure: FigureBase, runs: list[Run], names: list[str]) -> None:
-    for axes, name in zip(np.ravel(figure.subplots(-(-len(names) // 3), 3, squeeze=False)), names, strict=False):
+    panels = figure.subplots(-(-len(names) // 3), 3, squeeze=False).ravel()
+    for axes, name in zip(panels, names, strict=False):
         points = _points(runs, name)
         values = [value for value, _ in points]
         axes.plot(values, [run.tau for _, run in points], "o", markersize=4, color="#4a7fb5")
@@ -168,7 +169,7 @@ def _settings(figure: FigureBase, runs: list[Run], names: list[str]) -> None:
         else:
             axes.xaxis.set_major_locator(MaxNLocator(4, integer=all(isinstance(value, int) for value in values)))
         axes.margins(0.1)
-    for axes in figure.axes[len(names) :]:
+    for axes in panels[len(names) :]:
         axes.set_visible(False)
 
 
