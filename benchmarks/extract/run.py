@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,26 +33,15 @@ from dflash_offline.extract.task import calibrate, run_task
 from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.keys import sample_key
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from matrix import gemm_rate
+
 GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""
 BUDGET = 32768
 SHARD_TOKENS = 60_000
 SHARDS = 3
 """Of one turn."""
-
-
-def gemm_rate(seconds: float) -> float:
-    """TFLOP/s of 8192^3 bf16 products of normal numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a @ b
-    torch.cuda.synchronize()
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        for _ in range(10):
-            a @ b
-        torch.cuda.synchronize()
-        count += 10
-    return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
 
 
 def timed(work: Any) -> float:

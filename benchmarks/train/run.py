@@ -32,6 +32,9 @@ from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.writer import Identity
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from matrix import gemm_rate
+
 LAYERS, HIDDEN, VOCAB, LONG = [1, 16, 31, 46, 61], 5120, 248320, 3072
 TARGET = {
     "model_type": "qwen3_5_text",
@@ -46,20 +49,6 @@ TARGET = {
     "rope_parameters": {"rope_theta": 1e7},
     "max_position_embeddings": 262144,
 }
-
-
-def gemm_rate(seconds: float) -> float:
-    """TFLOP/s of 8192^3 bf16 products of normal numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a @ b
-    torch.cuda.synchronize()
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        for _ in range(10):
-            a @ b
-        torch.cuda.synchronize()
-        count += 10
-    return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
 
 
 def make_cache(folder: Path, lengths: list[int], asked: float, target: Path | None) -> None:
