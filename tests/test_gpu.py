@@ -1,12 +1,14 @@
 """What needs a CUDA device: `pytest -m gpu` on a machine with one, and flash-linear-attention installed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from targets import write_chats, write_target
+from train_reference import chats, make_cache
 
 from dflash_offline.extract import kernels
 from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfig
@@ -15,8 +17,9 @@ from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.run import run as extract
 from dflash_offline.extract.target import load_decoder, open_target
 from dflash_offline.shards.cache import Cache
+from dflash_offline.train import checkpoint
 from dflash_offline.train.config import DataConfig as TrainData
-from dflash_offline.train.config import ModelConfig, OptimConfig, TrainConfig
+from dflash_offline.train.config import ModelConfig, OptimConfig, SaveConfig, TrainConfig
 from dflash_offline.train.flex import FlexView
 from dflash_offline.train.loop import train
 from dflash_offline.train.masks import Blocks, KeyValue, View
@@ -109,3 +112,27 @@ def test_attention_in_tiles_is_that_of_the_plain_mask(window: int | None) -> Non
     plain, tiled = (answer(v, torch.bfloat16) for v in (View(blocks, window), FlexView(blocks, 512, window)))
     for a, b, c in zip(exact, plain, tiled, strict=True):
         assert (c - a).norm() <= 1.5 * (b - a).norm() + 1e-3 * a.norm()
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """With the compile cache that the first run filled."""
+    cache = make_cache(tmp_path / "cache", chats(40)).path
+
+    def weights(name: str, *ends: int) -> dict[str, torch.Tensor]:
+        for end in ends:
+            settings = TrainConfig(
+                cache=cache,
+                run_dir=tmp_path / name,
+                device="cuda",
+                model=ModelConfig(layers=2, block_size=8, sliding_window=16),
+                data=TrainData(row_tokens=256, row_anchors=32, rows_per_step=2, val_fraction=0.0),
+                optim=OptimConfig(epochs=9, max_steps=8),
+                save=SaveConfig(every=1, keep_last=9),
+            )
+            assert train(settings) == 0
+            for step in range(end + 1, 9):  # as if it had been killed before these
+                shutil.rmtree(tmp_path / name / "checkpoints" / f"step-{step:08d}")
+        return checkpoint.newest(tmp_path / name / "checkpoints")[0].load("model.safetensors")  # type: ignore[union-attr]
+
+    whole, again = weights("a", 8), weights("b", 3, 8)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
