@@ -1,6 +1,6 @@
 """`python fake_train.py run --config FILE --run-dir RUN ...`: a trial as a sweep sees it, without training.
 
-Steps of 50 ms; held-out tau is a function of optim.lr and the step; goes on from a file for a checkpoint. It fails
+Steps of 50 ms; held-out tau is a function of optim.lr and the step; goes on from its notes for a checkpoint. It fails
 where optim.lr is above FAKE_FAILS, and notes every step that it does in RUN/done.
 """
 
@@ -33,7 +33,9 @@ def main(argv: list[str]) -> int:
         take_lock(lock, run)
         print(f"trains with {flags}")
         lr, saved = config.optim.lr, run / "checkpoints" / "step"
-        first = int(saved.read_text() or 0) if saved.exists() else 0
+        # The note of a step is one write, whole or absent when this is killed.
+        notes = run / "done"
+        first = len(notes.read_text().split()) if saved.exists() and notes.exists() else 0
         metrics.seek(0)
         kept = metrics.readlines()[:first]
         metrics.truncate(0)
@@ -50,9 +52,9 @@ def main(argv: list[str]) -> int:
                 entry["validation"] = {"tau": value, "tau_interval": [value - 0.1, value + 0.1], "tau_uniform": value}
             metrics.write(json.dumps(entry) + "\n")
             metrics.flush()
-            with (run / "done").open("a") as done:
+            saved.touch()
+            with notes.open("a") as done:
                 done.write(f"{step}\n")
-            saved.write_text(str(step))
             if stops:
                 write_json(run / "status.json", {"state": "stopped"})
                 return 143
