@@ -61,11 +61,17 @@ MUTATIONS = {
         "",
         "train_model.py -k reference_pair",
     ),
-    "context passes input_layernorm": (
+    "training: context passes input_layernorm": (
         "train/model.py",
-        "layer.self_attn.key_value(context_TD, rotary)",
-        "layer.self_attn.key_value(layer.input_layernorm(context_TD * 2), rotary)",
+        "context = layer.self_attn.key_value(context_TD, rotary)",
+        "context = layer.self_attn.key_value(layer.input_layernorm(context_TD * 2), rotary)",
         "train_model.py -k client",
+    ),
+    "walk: context passes input_layernorm": (
+        "train/model.py",
+        "[layer.self_attn.key_value(context_TD, rotary)",
+        "[layer.self_attn.key_value(layer.input_layernorm(context_TD * 2), rotary)",
+        "train_walk.py",
     ),
     "norm: zero-centred gain": (
         "train/fused.py",
@@ -89,7 +95,7 @@ MUTATIONS = {
         "train/hf.py",
         '"block_size": spec.block_size',
         '"block_size": 15',
-        "train_run.py -k reads_back",
+        "train_export.py -k reads_back",
     ),
     "mask token: padding": (
         "train/spec.py",
