@@ -111,7 +111,7 @@ def test_servers_see_the_windows_that_were_trained(window: int | None) -> None:
     assert not {"is_causal", "causal", "use_swa"} & {*config, *config["dflash_config"]}
     for i, kind in enumerate(config["layer_types"]):
         slides = kind == "sliding_attention"
-        assert (config["sliding_window"] if slides else None) == made.window(i)
+        assert (config["sliding_window"] if slides else None) == made.windows[i]
         if slides:
             assert config["sliding_window"] - 1 == 7  # tokens to the left, in SGLang
     assert config["use_sliding_window"] == (window is not None)  # else transformers drops the window

@@ -19,6 +19,7 @@ from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.tools.tiny_chats import chats
+from dflash_offline.train.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "tools" / "tiny_target"
@@ -146,7 +147,7 @@ def demo(out: Path, count: int, samples: int, half: bool) -> None:
         command("train", "eval", "--run-dir", run, *step, "--samples", samples, "--out", out / f"eval-{name}.json")
         print(f"decoding {samples} held-out prompts live ...", flush=True)
         taus[name] = live(table, run, drafter, samples)
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run)
     losses = [row["loss"] for row in metrics]
     result = {name: json.loads((out / f"eval-{name}.json").read_text()) for name in taus}
     picture(metrics, {0: result["untrained"]["tau"], metrics[-1]["step"]: result["trained"]["tau"]}, out / "curves.png")

@@ -13,6 +13,7 @@ from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.sample import Sample
 from dflash_offline.tools.agreement import Comparison, as_sample, compare, cut, drafter_features, response_span
+from dflash_offline.tools.browse import open_tokenizer
 from dflash_offline.tools.config import Live
 from dflash_offline.tools.decoding import LiveTarget, Propose, client_proposer, decode, offline_proposer
 from dflash_offline.train.eval_command import check_fit
@@ -36,7 +37,8 @@ def live(config: Live) -> int:
     check_fit(ours, cache, None)
     if config.out and not config.out.parent.is_dir():
         raise UsageError(f"{config.out}: its folder does not exist; choose another --out")
-    tokenizer, columns = _tokenizer(cache), column_index(cache.layer_ids, ours.spec.layer_ids)
+    tokenizer = open_tokenizer(cache.caches[0].tokenizer_folder())
+    columns = column_index(cache.layer_ids, ours.spec.layer_ids)
     picked = [drafter_features(cache.read(n), columns, cache.hidden_size) for n in _held_out(cache, config)]
     recorded = config.prompts is None and cache.generation == "greedy"
     if config.prompts is not None:
@@ -163,12 +165,6 @@ def _client(folder: Path, ours: Drafter, shared: Target, target: LiveTarget) -> 
 
     client = DFlashDraftModel.from_pretrained(folder, dtype=target.model.dtype)
     return client_proposer(client.to(target.model.device).eval(), target)
-
-
-def _tokenizer(cache: Mix) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(cache.caches[0].tokenizer_folder(), local_files_only=True)
 
 
 def _check_same(target: LiveTarget, shared: Target, cache: Mix) -> None:

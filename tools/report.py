@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_offline.shards.command import unstructure
 from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import read_json
 from dflash_offline.tools.config import Report
-from dflash_offline.train.folder import CONFIG, FREE, STATUS, read_config
+from dflash_offline.train.folder import CONFIG, FREE, STATUS, read_config, settings
 from dflash_offline.train.log import read_metrics
-from dflash_offline.train.sweep_space import flat
 from dflash_offline.train.sweep_trial import best
 
 SILENT = tuple(name for name in FREE if name not in ("cache", "data.caches", "model.init"))
@@ -140,17 +138,12 @@ def _run(path: Path, trial: dict[str, Any]) -> Run:
         status = read_json(path / STATUS)
     except (FileNotFoundError, CorruptError):
         status = {"state": "unknown"}
-    settings = {
-        name: value
-        for name, value in flat(unstructure(read_config(path)))
-        if not any(name == free or name.startswith(f"{free}.") for free in SILENT)
-    }
     lines = read_metrics(path)
     ended = {"complete": "finished"}.get(trial.get("state", ""), trial.get("state"))
     return Run(
         name="",
         path=path,
-        settings=settings,
+        settings=settings(read_config(path), SILENT),
         state=str(ended or status["state"]),
         error=(trial.get("error") or [str(status.get("error", ""))])[-1],
         lines=lines,

@@ -10,6 +10,7 @@ import tomli_w
 from dflash_offline.shards.command import unstructure
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.log import read_metrics
 from dflash_offline.train.mix import Mix
 from dflash_offline.train.spec import DrafterSpec
 
@@ -78,9 +79,7 @@ def measured(run: Path, step: int) -> list[str]:
     if found:
         best = max(found, key=lambda result: result["samples"])
         return _tau(best) + ([f"Note: {best['note']}."] if best.get("note") else [])
-    metrics = run / "metrics.jsonl"
-    for line in metrics.read_text().splitlines() if metrics.is_file() else []:
-        entry = json.loads(line)
+    for entry in read_metrics(run):
         if entry["step"] == step and "validation" in entry:
             return _tau(entry["validation"])
     return ["Not measured on held-out samples; `dflash-train eval` and another export put it here."]

@@ -150,7 +150,7 @@ def _client_faults(folder: Path, drafter: Drafter, cache: Mix) -> tuple[list[str
         "target_layer_ids": (tuple(client.target_layer_ids), spec.layer_ids),
         "sliding windows": (
             [layer.self_attn.sliding_window for layer in client.layers],
-            [spec.window(i) for i in range(len(spec.layer_types))],
+            spec.windows,
         ),
         "causal layers": (
             [layer.self_attn.is_causal for layer in client.layers],

@@ -11,12 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dflash_offline.train.masks import Attends
+from dflash_offline.train.masks import TILE, Attends
 from dflash_offline.train.plan import Ints
 from dflash_offline.train.rows import Packed, Row, RowBuilder, ahead
-
-TILE = 128
-"""Multiple of a row's tokens and slots that the fast attention needs."""
 
 
 def feed(
@@ -55,8 +52,7 @@ def flex_views(row: Row, builder: RowBuilder) -> dict[int | None, Attends]:
     """What the blocks of a row see, by window, for attention in tiles."""
     from dflash_offline.train.flex import FlexView  # takes seconds to import
 
-    windows = {builder.spec.window(i) for i in range(len(builder.spec.layer_types))}
-    return {window: FlexView(row.blocks, builder.row_tokens, window) for window in windows}
+    return {window: FlexView(row.blocks, builder.row_tokens, window) for window in {*builder.spec.windows}}
 
 
 def tensors(row: Row) -> Iterator[Tensor]:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dflash_offline.train.masks import Blocks, KeyValue
-
-TILE = 128
+from dflash_offline.train.masks import TILE, Blocks, KeyValue
 
 
 class FlexView:

@@ -9,7 +9,7 @@ RUN/checkpoints/     step-00000012, ...
 RUN/eval/            step-00000012.json, ...
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,12 @@ def read_identity(run: Path) -> dict[str, Any]:
 
 def facts(config: TrainConfig, identity: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint says it belongs to: every setting that decides what comes out, the cache and the drafter."""
-    settings = {name: value for name, value in _flat(unstructure(config)) if not _is_free(name)}
-    return {**identity, "settings": settings}
+    return {**identity, "settings": settings(config)}
+
+
+def settings(config: TrainConfig, without: Sequence[str] = FREE) -> dict[str, Any]:
+    """Settings by dotted name, but for those of `without`."""
+    return _others(unstructure(config), without)
 
 
 def check_checkpoints(run: Path, config: TrainConfig, identity: dict[str, Any]) -> None:
@@ -64,11 +68,12 @@ def check_checkpoints(run: Path, config: TrainConfig, identity: dict[str, Any]) 
 
     def compared(values: dict[str, Any]) -> dict[str, Any]:
         names = ("cache_fingerprint", "drafter", "init")
-        return {**values.get("settings", {}), **{name: values.get(name) for name in names}}
+        found = {**values.get("settings", {}), **{name: values.get(name) for name in names}}
+        return _others(found, FREE)
 
     now = compared(facts(config, identity))
     for folder, state in checkpoint.states(run / CHECKPOINTS):
-        _refuse_changes(folder, compared(state), now)
+        refuse_changes(folder, compared(state), now, "--run-dir")
 
 
 @contextmanager
@@ -100,27 +105,30 @@ def claim(run: Path, config: TrainConfig, identity: dict[str, Any]) -> None:
         if not (run / name).is_file() and any((run / CHECKPOINTS).glob("step-*")):
             raise UsageError(f"{run}: has checkpoints and no {name}; restore it, or choose another --run-dir")
     if (run / CONFIG).is_file():
-        _refuse_changes(run, unstructure(read_config(run)), unstructure(config))
+        refuse_changes(run, settings(read_config(run)), settings(config), "--run-dir")
     if (run / IDENTITY).is_file():
-        _refuse_changes(run, read_identity(run), identity)
+        refuse_changes(run, _others(read_identity(run), FREE), _others(identity, FREE), "--run-dir")
     check_checkpoints(run, config, identity)
     with atomic_file(run / CONFIG) as file:
         file.write(tomli_w.dumps(unstructure(config)).encode())
     write_json(run / IDENTITY, identity)
 
 
-def _refuse_changes(run: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    before, after = dict(_flat(old)), dict(_flat(new))
-    for name in sorted({*before, *after}):
-        if not _is_free(name) and before.get(name) != after.get(name):
+def refuse_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], flag: str) -> None:
+    """Raise UsageError for the first value that differs. `flag`: what names another folder."""
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
             raise UsageError(
-                f"{run}: was made with {name} = {before.get(name)}, now {after.get(name)}; "
-                "set it back, or choose another --run-dir"
+                f"{folder}: was made with {name} = {before.get(name)}, now {now.get(name)}; "
+                f"set it back, or choose another {flag}"
             )
 
 
-def _is_free(name: str) -> bool:
-    return any(name == f or name.startswith(f"{f}.") for f in FREE)
+def _others(values: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    def named(name: str) -> bool:
+        return any(name == other or name.startswith(f"{other}.") for other in without)
+
+    return {name: value for name, value in _flat(values) if not named(name)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

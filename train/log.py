@@ -6,7 +6,7 @@ Times on a GPU are taken by events on its own stream, so that asking for them do
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +53,13 @@ class Clock:
 class Metrics:
     """metrics.jsonl of a run: one object a step, in order, each step once."""
 
-    def __init__(self, path: Path, step: int, trackers: "Trackers | None" = None) -> None:
+    def __init__(self, run: Path, step: int, trackers: "Trackers | None" = None) -> None:
         """Append after `step`; what a killed run wrote after its last checkpoint is dropped, as it happens again."""
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        # A line without its end was torn.
-        whole = [(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.endswith(b"\n")]
-        kept = [line for line, where in whole if _parsed(line, where)["step"] <= step]
-        if len(kept) != len(lines):
+        path = run / METRICS
+        kept = b"".join(line for line, values in _whole(path) if values["step"] <= step)
+        if path.exists() and path.stat().st_size != len(kept):
             with atomic_file(path) as file:
-                file.write(b"".join(kept))
+                file.write(kept)
         self._path, self._file, self._trackers = path, path.open("a"), trackers
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -83,9 +81,15 @@ class Metrics:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl; none where there is no file. A last line that was torn is left out."""
-    path = run / METRICS
+    return [values for _, values in _whole(run / METRICS)]
+
+
+def _whole(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines and what they say. One without its end was torn."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [_parsed(text, f"{path}:{n}") for n, text in enumerate(lines, 1) if text.endswith(b"\n")]
+    for n, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            yield line, _parsed(line, f"{path}:{n}")
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:

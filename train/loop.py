@@ -67,7 +67,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     first = about.get("step", 0)
     unmeasured = about.get("unmeasured")  # the line of the checkpoint's step, still to be written
     told = first - 1 if unmeasured else first
-    metrics = Metrics(config.run_dir / "metrics.jsonl", told, Trackers(config)) if ranks.first else None
+    metrics = Metrics(config.run_dir, told, Trackers(config)) if ranks.first else None
     if metrics:
         again = f"; all {first} steps are done" if first == job.steps else f"; continuing after step {first}"
         say(job.describe() + (again if first else ""))

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _GROUP = 16
+TILE = 128
+"""Multiple of a row's tokens and slots that attention in tiles (flex.py) needs."""
 
 
 class KeyValue(NamedTuple):

@@ -192,8 +192,8 @@ class Drafter(nn.Module):
         """Outputs [A, K, D] of the blocks; times the target's head they are the logits of the same positions."""
         rotary, views = self._rotary(blocks.positions()), self._views(blocks)
         x_QD = inputs_AKD.flatten(0, 1).to(self.norm.weight.dtype)
-        for i, layer in enumerate(self._layers):
-            x_QD = layer(x_QD, rotary, context[i], views[self.spec.window(i)])
+        for layer, known, window in zip(self._layers, context, self.spec.windows, strict=True):
+            x_QD = layer(x_QD, rotary, known, views[window])
         return self.norm(x_QD).view_as(inputs_AKD)
 
     def forward(
@@ -214,11 +214,11 @@ class Drafter(nn.Module):
         rotary, own, views = self._rotary(position_T), self._rotary(blocks.positions()), views or self._views(blocks)
         context_TD = self.reduced(states_TLD)
         x_QD = inputs_AKD.flatten(0, 1).to(self.fc.weight.dtype)
-        for i, layer in enumerate(self._layers):
+        for i, (layer, window) in enumerate(zip(self._layers, self.spec.windows, strict=True)):
             if i:
                 x_QD, context_TD = _begin(reached, x_QD, context_TD)
             context = layer.self_attn.key_value(context_TD, rotary)
-            given = x_QD, own, context, views[self.spec.window(i)], reached
+            given = x_QD, own, context, views[window], reached
             x_QD = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
         return self.norm(x_QD).view_as(inputs_AKD)
 
@@ -237,8 +237,7 @@ class Drafter(nn.Module):
         return list(self.layers)  # type: ignore[arg-type]
 
     def _views(self, blocks: Blocks) -> dict[int | None, Attends]:
-        windows = {self.spec.window(i) for i in range(len(self.layers))}
-        return {window: View(blocks, window) for window in windows}
+        return {window: View(blocks, window) for window in {*self.spec.windows}}
 
     def _rotary(self, positions: Tensor) -> Rotary:
         return Rotary.at(positions, self.spec.head_dim, self.spec.rope_theta)

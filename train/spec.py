@@ -33,9 +33,10 @@ class DrafterSpec:
     eos_token_id: int | None
     pad_token_id: int | None
 
-    def window(self, layer: int) -> int | None:
-        """Attention window of a layer; None where it sees everything before the anchor."""
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+    @property
+    def windows(self) -> list[int | None]:
+        """Attention window of each layer; None where it sees everything before the anchor."""
+        return [self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types]
 
 
 def derive(

@@ -16,6 +16,7 @@ from dflash_offline.shards.command import load_toml, unstructure
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, read_json, take_lock, write_json
 from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.folder import refuse_changes
 from dflash_offline.train.job import prepare
 from dflash_offline.train.sweep_config import FREE, Method, SweepConfig
 from dflash_offline.train.sweep_space import Dimension, flat, read_space
@@ -86,12 +87,7 @@ def _claim(config: SweepConfig, base: TrainConfig, cache: str) -> None:
         before = dict(flat(read_json(folder / IDENTITY)))
     except FileNotFoundError:
         before = now
-    for name in sorted({*before, *now}):
-        if before.get(name) != now.get(name):
-            raise UsageError(
-                f"{folder}: was made with {name} = {before.get(name)}, now {now.get(name)}; "
-                "set it back, or choose another --sweep-dir"
-            )
+    refuse_changes(folder, before, now, "--sweep-dir")
     for name, settings in ((BASE, base), (CONFIG, config)):
         with atomic_file(folder / name) as file:
             file.write(tomli_w.dumps(unstructure(settings)).encode())

@@ -10,6 +10,7 @@ it knows after every stage, and begins none that would not end within --limit se
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,20 +37,10 @@ from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.spec import derive
 from dflash_offline.train.stop import Stop
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import TARGET
+
 LAYERS = (1, 16, 31, 46, 61)
-TARGET = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 10000000},
-    "max_position_embeddings": 262144,
-}
 SMALL = TARGET | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
 TOKENIZER = {"length": 4000, "eos_ids": [2], "pad_id": 3, "mask_id": None}
 PROMPT = 200

@@ -34,7 +34,7 @@ from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.keys import sample_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from matrix import gemm_rate
+from common import gemm_rate
 
 GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""

@@ -33,22 +33,9 @@ from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.writer import Identity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from matrix import gemm_rate
+from common import TARGET, gemm_rate
 
 LAYERS, HIDDEN, VOCAB, LONG = [1, 16, 31, 46, 61], 5120, 248320, 3072
-TARGET = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 1e7},
-    "max_position_embeddings": 262144,
-}
 
 
 def make_cache(folder: Path, lengths: list[int], asked: float, target: Path | None) -> None:
@@ -111,6 +98,7 @@ def run(work: Path, name: str, cache: Path, steps: int, *flags: str) -> dict[str
 
     from dflash_offline.shards import command
     from dflash_offline.train.config import TrainConfig
+    from dflash_offline.train.log import read_metrics
     from dflash_offline.train.loop import train
     from dflash_offline.train.step_end import StepEnd
 
@@ -123,7 +111,7 @@ def run(work: Path, name: str, cache: Path, steps: int, *flags: str) -> dict[str
     begin = time.perf_counter()
     assert train(command.parse(TrainConfig, words, "train", "")) == 0
     seconds = time.perf_counter() - begin
-    lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(work / name)
     late = lines[len(lines) // 3 :]
     phases = {k: round(1e3 * median(e["seconds"][k] for e in late), 2) for k in late[-1]["seconds"]}
     return {

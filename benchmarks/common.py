@@ -1,0 +1,34 @@
+"""What benchmarks on a GPU share: the matrix rate that a step is put beside, and the shapes of Qwen3.6-27B."""
+
+import time
+
+import torch
+
+TARGET = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000000},
+    "max_position_embeddings": 262144,
+}
+"""Of its config.json, what a drafter needs to know."""
+
+
+def gemm_rate(seconds: float) -> float:
+    """TFLOP/s of 8192^3 bf16 products of normal numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a @ b
+    torch.cuda.synchronize()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(10):
+            a @ b
+        torch.cuda.synchronize()
+        count += 10
+    return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
