@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -172,6 +173,21 @@ def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
     return {"wall ms": 1e3 * wall, "kernels ms": total, "tokens": task.tokens, "by kind": dict(found.most_common())}
 
 
+def ready(model: Any, device: int, work: Path, tell: Callable[[str, Any], None]) -> tuple[Runner, list[plan.Task]]:
+    """The tool around `model`, calibrated and compiled: its first shard was written."""
+    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
+    begin = time.perf_counter()
+    runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work)
+    torch.cuda.empty_cache()
+    work.mkdir(parents=True, exist_ok=True)
+    tasks = write_plan(work, SHARDS)
+    calibrate(runner, work, tasks[0])
+    run_task(runner, work, 0, tasks[0]).result()
+    (work / shard_name(0)).unlink()
+    tell("first shard s", time.perf_counter() - begin)
+    return runner, tasks
+
+
 def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, stock: bool, pairs: int) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
@@ -187,16 +203,7 @@ def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, st
     if alone and stock:
         tell("stock", stock_rate(model))
         tell("padded to the longest of 32, tokens/s", padded_rate(model, lengths[:32]))
-    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
-    begin = time.perf_counter()
-    runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work)
-    torch.cuda.empty_cache()
-    work.mkdir(parents=True, exist_ok=True)
-    tasks = write_plan(work, SHARDS)
-    calibrate(runner, work, tasks[0])
-    run_task(runner, work, 0, tasks[0]).result()
-    (work / shard_name(0)).unlink()
-    tell("first shard s", time.perf_counter() - begin)
+    runner, tasks = ready(model, device, work, tell)
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     barrier.wait()
     tell("disk MB/s, all at once", disk_rate(work))

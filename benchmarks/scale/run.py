@@ -1,0 +1,285 @@
+"""Extraction and training of the 27B shapes at 1, 2, 4 and 8 GPUs of this machine, in one command of under 10 minutes.
+
+    python benchmarks/scale/run.py --out FILE.json [--gpus 1,2,4,8] [--work FOLDER] [--memory /dev/shm] [--seconds 570]
+
+Extraction starts one process a GPU once; then 1, 8, 4, 2 of them work while the others wait, three shards of 60,000
+tokens each, and are timed from the end of the first. To FOLDER, durable; the ends of the row also to memory, which
+tells what the disk costs. Training starts anew for each count, a row a GPU and step, 40 steps, the last two thirds
+count. The smallest and the largest count come first. Results are written as they come.
+
+Seconds on 8 GPUs, from runs on one and two: start and weights 25, first shards 56 (10 with a kernel cache), 6 turns of
+14, the largest up to 50 where the disk gives 0.5 GB/s; cache for training 25; 67 + 3 x 70. Together about 500.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import host
+
+HERE = Path(__file__).resolve().parent
+TRAIN = HERE.parent / "train" / "run.py"
+SAMPLES = 128
+"""Of the cache for training: some 90 rows."""
+SHARD_BYTES = 1.25e9
+"""Room for one shard of extraction: 60,000 tokens of ecsq are 1.08e9."""
+GOALS = {"extraction": 0.97, "training": 0.95}
+
+
+def script(name: str) -> Any:
+    """benchmarks/NAME/run.py as a module."""
+    path = HERE.parent / name / "run.py"
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"{name}_run", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def extractor(device: int, work: Path, tell: Callable[[str, Any], None]) -> Callable[[Path], float]:
+    """Load one GPU. Returns what runs one turn of it into a folder: tokens/s."""
+    import torch
+
+    run = script("extract")
+    torch.cuda.set_device(device)
+    tell("burst TFLOP/s", run.gemm_rate(1))
+    model = run.shapes.decoder("sdpa", torch.device("cuda", device))
+    runner, tasks = run.ready(model, device, work / str(device), tell)
+
+    def turn(place: Path) -> float:
+        folder = place / str(device)
+        if not folder.exists():
+            shutil.copytree(work / str(device), folder)
+        rate = run.turn(runner, folder, tasks, False)
+        tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
+        return rate
+
+    return turn
+
+
+def worker(
+    make: Callable[..., Callable[[Path], float]],
+    device: int,
+    work: Path,
+    turns: Sequence[tuple[int, Path]],
+    barrier: Any,
+    told: Any,
+) -> None:
+    """One GPU of an extraction: its part of every turn."""
+    try:
+        turn = make(device, work, lambda name, value: told.put((device, name, value)))
+        for number, (count, place) in enumerate(turns):
+            barrier.wait()
+            begin = time.monotonic()
+            if device < count:
+                rate = turn(place)
+                told.put((device, number, (begin, time.monotonic(), rate)))
+            barrier.wait()
+    except threading.BrokenBarrierError:  # another one says why
+        sys.exit(1)
+    except BaseException as error:
+        barrier.abort()  # the others must not wait for this one
+        told.put((device, "error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+def extraction(
+    counts: Sequence[int],
+    work: Path,
+    memory: Path,
+    deadline: float,
+    save: Callable[[dict[str, Any]], None],
+    make: Callable[..., Callable[[Path], float]] = extractor,
+) -> None:
+    """All turns of one set of processes, one a GPU; each result is saved as it comes."""
+    context = multiprocessing.get_context("spawn")
+    barrier, told = context.Barrier(max(counts)), context.Queue()
+    found: dict[str, Any] = {"GPUs": {}, "turns": []}
+    turns = [(count, work) for count in counts] + [(count, memory) for count in counts[:2]]
+    for count, place in list(turns):
+        if shutil.disk_usage(place).free < (need := 3 * count * SHARD_BYTES):
+            turns.remove((count, place))
+            found["turns"].append({"gpus": count, "to": str(place), "error": f"not run: needs {need:.3g} bytes free"})
+    processes = [
+        context.Process(target=worker, args=(make, d, work, turns, barrier, told), daemon=True)
+        for d in range(max(counts))
+    ]
+    parts: dict[int, dict[int, tuple[float, float, float]]] = {}
+    with host.Watch() as watch:
+        for process in processes:
+            process.start()
+        try:
+            while True:
+                alive = any(process.is_alive() for process in processes)  # asked first: the last words come after it
+                try:
+                    device, name, value = told.get(timeout=0.5)
+                except queue.Empty:
+                    if not alive:
+                        break
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"not done in its time, {len(parts)} of {len(turns)} turns begun") from None
+                    if any(process.exitcode for process in processes):
+                        barrier.abort()  # one that was killed cannot say so
+                    continue
+                if isinstance(name, str):
+                    found["GPUs"].setdefault(device, {})[name] = value
+                    print(f"extraction, cuda:{device}: {name}: {value}", flush=True)
+                    continue
+                got = parts.setdefault(name, {})
+                got[device] = value
+                count, place = turns[name]
+                if len(got) == count:
+                    begin, end, _ = got[0]
+                    rates = [got[d][2] for d in range(count)]
+                    facts = {"gpus": count, "to": str(place), "tokens/s": sum(rates), "each": rates}
+                    # The first of its three shards is not timed.
+                    found["turns"].append(facts | {"host": host.between(watch.samples, begin + (end - begin) / 3, end)})
+                    save(found)
+        except TimeoutError as error:
+            found["error"] = str(error)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+    bad = [f"cuda:{d}: {facts['error']}" for d, facts in found["GPUs"].items() if "error" in facts]
+    bad += [f"cuda:{d}: ended with {p.exitcode}" for d, p in enumerate(processes) if p.exitcode and not bad]
+    if bad:
+        found.setdefault("error", "; ".join(bad))
+    save(found)
+
+
+def make_cache(folder: str) -> None:
+    """The cache that training reads: random states of samples of the usual lengths."""
+    import numpy as np
+
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(1500), 0.75, SAMPLES), 64, 8192).astype(int).tolist()
+    script("train").make_cache(Path(folder), lengths, 0.7, None)
+
+
+def training(count: int, work: Path, steps: int, seconds: float, program: Path = TRAIN) -> dict[str, Any]:
+    """The training benchmark on `count` GPUs, and the host meanwhile. Its own processes are ended after `seconds`."""
+    out = work / f"train-{count}.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(program)]
+    command += ["--rank", "--work", str(work), "--steps", str(steps), "--out", str(out), "--only", "published"]
+
+    def lines() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in work.glob("*/metrics.jsonl"))
+
+    before = lines()
+    found: dict[str, Any] = {}
+    # As torchrun sets it for several processes, for one too, or the rates of one and of several are not of one thing.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with host.Watch(lambda: {"lines": lines() - before}) as watch:
+        process = subprocess.Popen(command, env=environment)
+        try:
+            if code := process.wait(seconds):
+                found["error"] = f"ended with {code}"
+        except subprocess.TimeoutExpired:
+            found["error"] = f"not done in {seconds:.0f} s"
+        finally:
+            process.terminate()  # torchrun ends its processes, after half a minute by force
+            process.wait()
+    with suppress(OSError, ValueError):
+        found |= json.loads(out.read_text())
+    late = [s["time"] for s in watch.samples if steps / 3 <= s["lines"] < steps]
+    return found | {"host": host.between(watch.samples, late[0], late[-1]) if late else None}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Efficiencies: rate over the count times the rate of one; what one GPU does alone and among all, besides."""
+    out: dict[str, Any] = {"goals": GOALS}
+    for place in dict.fromkeys(t["to"] for t in found.get("extraction", {}).get("turns", ())):
+        rates = {t["gpus"]: t["each"] for t in found["extraction"]["turns"] if t["to"] == place and "each" in t}
+        if 1 in rates:
+            alone = rates[1][0]
+            out[f"extraction to {place}"] = {
+                n: {
+                    "tokens/s": round(sum(each)),
+                    "efficiency": round(sum(each) / n / alone, 4),
+                    "first GPU, over alone": round(each[0] / alone, 4),
+                }
+                for n, each in sorted(rates.items())
+            }
+    steps = {int(n): part["published"] for n, part in found.get("training", {}).items() if "published" in part}
+    if 1 in steps:
+        out["training"] = {
+            n: {
+                "step ms": part["step ms"],
+                "efficiency": round(steps[1]["step ms"] / part["step ms"], 4),
+                "data wait": round(part["phases ms"]["data"] / part["step ms"], 4),
+            }
+            for n, part in sorted(steps.items())
+        }
+    return out
+
+
+def ends_first(counts: Sequence[int]) -> list[int]:
+    """The smallest and the largest count, then the others from the top: should time run out, the ends are there."""
+    ordered = sorted(set(counts))
+    return [*dict.fromkeys([ordered[0], ordered[-1], *reversed(ordered)])]
+
+
+def main() -> None:
+    """Both parts, each on its own: what fails is noted and the next begins."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpus", default="1,2,4,8", help="counts; those that the machine has are run")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="the same without a disk")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=570, help="for everything")
+    parser.add_argument("--parts", default="extraction,training")
+    args = parser.parse_args()
+    import torch
+
+    begin, there = time.monotonic(), torch.cuda.device_count()  # by NVML: no GPU is opened here
+    counts = ends_first([n for n in map(int, args.gpus.split(",")) if 0 < n <= there] or sys.exit(f"{there} GPUs here"))
+    args.work.mkdir(parents=True, exist_ok=True)
+    work, memory = (Path(tempfile.mkdtemp(prefix="scale-", dir=place)) for place in (args.work, args.memory))
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "gpus": there, "host": host.facts(work)}
+    found["versions"] = {n: version(n) for n in ("torch", "triton", "transformers")}
+
+    def save(part: str, value: Any) -> None:
+        found[part] = value
+        found["summary"], found["seconds"] = summary(found), round(time.monotonic() - begin)
+        args.out.write_text(json.dumps(found, indent=1))
+
+    def left() -> float:
+        return begin + args.seconds - time.monotonic()
+
+    try:
+        if "extraction" in args.parts:
+            deadline = begin + (0.6 if "training" in args.parts else 1) * args.seconds
+            extraction(counts, work, memory, deadline, lambda value: save("extraction", value))
+        if "training" in args.parts:
+            maker = multiprocessing.get_context("spawn").Process(target=make_cache, args=(str(work / "mixed"),))
+            maker.start()  # a process of its own, which gives the GPU back
+            maker.join()
+            parts: dict[int, Any] = {}
+            for count in counts:
+                enough = left() > 30
+                parts[count] = training(count, work, args.steps, left()) if enough else {"error": "no time left"}
+                save("training", parts)
+    finally:
+        for folder in (work, memory):
+            shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(found["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

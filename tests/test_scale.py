@@ -1,0 +1,127 @@
+"""The scaling benchmark without GPUs: the flow with pretended ones, and the arithmetic of the plan."""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "scale"))
+import host
+import run
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "Watch", partial(host.Watch, every=0.05))
+
+
+def pretended(device: int, work: Path, tell: Callable[[str, Any], None]) -> Callable[[Path], float]:
+    """A GPU of 100 tokens/s; the second of several has 80 and fails where `work` says so."""
+    tell("burst TFLOP/s", 700 - device)
+    done: list[Path] = []
+
+    def turn(place: Path) -> float:
+        done.append(place)
+        if device == 1 and len(done) == 2:
+            if (work / "fails").exists():
+                raise ValueError("the second GPU fails")
+            if (work / "dies").exists():
+                os._exit(9)
+            time.sleep(60 * (work / "hangs").exists())
+        time.sleep(0.3)
+        return 80.0 if device else 100.0
+
+    return turn
+
+
+def extracted(work: Path, seconds: float = 60) -> dict[str, Any]:
+    memory = work / "memory"
+    memory.mkdir()
+    saved: list[str] = []
+    begin = time.monotonic()
+    run.extraction([1, 3, 2], work, memory, begin + seconds, lambda v: saved.append(json.dumps(v)), pretended)
+    assert not multiprocessing.active_children()
+    assert len(saved) > 1  # as they come
+    return {"extraction": json.loads(saved[-1])}
+
+
+def test_turns_of_all_counts(tmp_path: Path) -> None:
+    found = extracted(tmp_path)
+    turns = found["extraction"]["turns"]
+    assert [t["gpus"] for t in turns] == [1, 3, 2, 1, 3] and turns[1]["each"] == [100.0, 80.0, 80.0]
+    assert "error" not in found["extraction"] and turns[0]["host"]["resident GB"] > 0
+    assert found["extraction"]["GPUs"]["2"]["burst TFLOP/s"] == 698
+    told = run.summary(found)
+    assert told[f"extraction to {tmp_path}"][3] == {
+        "tokens/s": 260, "efficiency": 0.8667, "first GPU, over alone": 1.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("fails", "cuda:1: ValueError: the second"), ("dies", "cuda:1: ended"), ("hangs", "not done in")]
+)
+def test_what_fails_is_said_and_what_was_found_is_kept(how: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / how).touch()
+    found = extracted(tmp_path, 7 if how == "hangs" else 60)
+    assert said in found["extraction"]["error"]
+    assert [t["gpus"] for t in found["extraction"]["turns"]] == [1, 3]
+
+
+TRAINER = """
+import json, os, sys, time
+from pathlib import Path
+work, out = (Path(sys.argv[sys.argv.index(f) + 1]) for f in ("--work", "--out"))
+world = int(os.environ["WORLD_SIZE"])
+if os.environ["RANK"] == "0":
+    (work / f"published-{world}").mkdir()
+    out.write_text(json.dumps({"published": {"step ms": 200 + 10 * world, "phases ms": {"data": 2}}}))
+    with (work / f"published-{world}" / "metrics.jsonl").open("a") as file:
+        for step in range(12):
+            time.sleep(0.1)
+            print(json.dumps({"step": step}), file=file, flush=True)
+if (work / "fails").exists():
+    sys.exit(1)
+"""
+
+
+def test_training_by_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "trainer.py"
+    program.write_text(TRAINER)
+    parts = {1: run.training(1, tmp_path, 12, 60, program)}
+    (tmp_path / "fails").touch()
+    parts[2] = run.training(2, tmp_path, 12, 60, program)
+    assert "error" not in parts[1] and 0.2 < parts[1]["host"]["seconds"] < 1.5
+    assert parts[2]["error"] == "ended with 1"
+    told = run.summary({"training": parts})["training"]
+    assert told[2] == {"step ms": 220, "efficiency": round(210 / 220, 4), "data wait": round(2 / 220, 4)}
+
+
+def test_the_ends_come_first() -> None:
+    assert run.ends_first([1, 2, 4, 8]) == [1, 8, 4, 2]
+    assert run.ends_first([2]) == [2]
+
+
+def test_rates_of_the_host() -> None:
+    names = ("busy", "ours", "read", "written")
+    samples = [
+        {"time": t, **{n: t * k for k, n in enumerate(names, 1)}, "available": 9e9 - t, "resident": 1e9}
+        for t in (0.0, 1.0, 2.0, 3.0)
+    ]
+    found = host.between(samples, 1, 3)
+    assert found and (found["seconds"], found["busy cores of the host"], found["cores of ours"]) == (2, 1, 2)
+    assert host.between(samples, 2.5, 3) is None
+
+
+def test_a_busy_process_is_a_core_of_ours() -> None:
+    before, begin = host.counters(), time.process_time()
+    while time.process_time() < begin + 0.5:
+        pass
+    after = host.counters()
+    assert 0.4 < after["ours"] - before["ours"] < 0.8 and after["busy"] - before["busy"] > 0.3
