@@ -62,8 +62,8 @@ class Encoder:
         return _Planes(codec, copied, layers, len(states_PLD), arrived)
 
     def close(self) -> None:
-        """Wait for what was submitted."""
-        self._pool.shutdown()
+        """No more rows; what was submitted goes on, and the next task need not wait for it."""
+        self._pool.shutdown(wait=False)
 
 
 class _Planes:

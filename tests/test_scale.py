@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "scale"))
 import host
@@ -101,6 +102,37 @@ def test_training_by_torchrun(tmp_path: Path) -> None:
     assert parts[2]["error"] == "ended with 1"
     told = run.summary({"training": parts})["training"]
     assert told[2] == {"step ms": 220, "efficiency": round(210 / 220, 4), "data wait": round(2 / 220, 4)}
+
+
+def no_cache(folder: str) -> None:
+    Path(folder).mkdir()
+
+
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts that are not there are left out; extraction that fails does not keep training from running."""
+    (program := tmp_path / "trainer.py").write_text(TRAINER)
+    work, out = tmp_path / "work", tmp_path / "out.json"
+    kept = work / "of others"
+    kept.mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run, "version", lambda name: "1")  # triton need not be here
+    monkeypatch.setattr(run, "extraction", partial(run.extraction, make=failing))
+    monkeypatch.setattr(run, "training", partial(run.training, program=program))
+    monkeypatch.setattr(run, "make_cache", no_cache)
+    words = ["--out", out, "--work", work, "--memory", work, "--steps", 12, "--seconds", 120]
+    monkeypatch.setattr(sys, "argv", ["run", *map(str, words)])
+    run.main()
+    found = json.loads(out.read_text())
+    assert "cuda:1: ValueError: no room" in found["extraction"]["error"]
+    assert [found["training"][n]["published"]["step ms"] for n in "12"] == [210, 220]
+    assert found["summary"]["training"]["2"]["efficiency"] == round(210 / 220, 4)
+    assert list(work.iterdir()) == [kept]
+
+
+def failing(device: int, work: Path, tell: Callable[[str, Any], None]) -> Callable[[Path], float]:
+    if device == 1:
+        raise ValueError("no room")
+    return pretended(device, work, tell)
 
 
 def test_the_ends_come_first() -> None:

@@ -15,6 +15,7 @@ from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Linear, block_inputs
 from dflash_offline.train.optim import Gradients
 from dflash_offline.train.precision import refresh, rounded
+from dflash_offline.train.state import State
 from dflash_offline.train.waits import Waits
 
 
@@ -42,6 +43,24 @@ def test_rounded_weights_gather_their_gradients_in_fp32() -> None:
     found = gradient(master, torch.bfloat16)
     assert found.dtype == torch.float32 and (found - exact).norm() < 0.03 * exact.norm()
     assert (found.bfloat16().float() != found).float().mean() > 0.9  # was never rounded
+
+
+def test_the_first_gradient_of_a_step_is_stored_and_further_ones_are_added() -> None:
+    """Whatever was there before. What no row reaches is zero in the end."""
+    torch.manual_seed(0)
+    state = State.of(drafter(), OptimConfig(), torch.bfloat16)
+    layer, x = state.working.layers[0].mlp.down_proj, torch.randn(3, state.drafter.spec.intermediate_size).bfloat16()  # type: ignore[union-attr, index]
+    once = x.float().sum(dim=0).expand(layer.weight.shape)
+    for rows in (2, 1, 0):
+        state.gradients.flat.fill_(7)
+        state.clear()
+        for _ in range(rows):
+            layer(x).sum().backward()
+        state.settle()
+        torch.testing.assert_close(layer.sink.total, rows * once)
+        assert not sum(
+            p.grad.abs().sum() for n, p in state.drafter.named_parameters() if n != "layers.0.mlp.down_proj.weight"
+        )  # type: ignore[union-attr]
 
 
 def test_a_rounded_copy_follows_the_weights() -> None:

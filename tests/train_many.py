@@ -28,8 +28,8 @@ SAID = {
 }
 
 
-def drift(state: State, number: int, rate: float) -> None:
-    plain(state, number, rate)
+def drift(state: State, number: int, rate: float, scale: float) -> None:
+    plain(state, number, rate, scale)
     if number == 2 and ranks.rank == ranks.world - 1:
         state.drafter.norm.weight.data[0] += 1e-6
 

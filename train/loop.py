@@ -105,21 +105,22 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
                 upcoming = next(rows, row)
                 clock.lap("data")
             tally.add("stops", stop.signal is not None)
+            state.settle()
             reduced.finish()
             sums = tally.collect(ranks)
             clock.lap("reduce")
             rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
             # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
             if sums["divisor"]:
-                norm = state.gradients.normalise(sums["divisor"], config.optim.clip)
+                norm, scale = state.gradients.scale(sums["divisor"], config.optim.clip)
                 # Both are of sums over the ranks, so all of them leave here or none.
                 if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
                     raise RunError(
                         f"step {step}: loss is {sums['loss'] / sums['divisor']}, gradient norm {norm}; expected finite "
                         "numbers; older checkpoints are sound: try a lower optim.lr in another --run-dir"
                     )
-                state.step(step, rate)
-            state.gradients.flat.zero_()
+                state.step(step, rate, scale)
+            state.clear()
             clock.lap("optimizer")
             entry: dict[str, Any] = {
                 "step": step,

@@ -36,11 +36,31 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class Sink:
+    """fp32 [out, in]: where the gradient of a weight that is a rounded copy is gathered, over the rows of a step."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.empty = True
+        """Whether `total` is still of another step."""
+
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        """Add gradient.T @ x, which is never rounded. The first of a step is stored: it need not be cleared before."""
+        total, left = self.total, gradient.T
+        if x.is_cuda and self.empty:
+            torch.mm(left, x, out_dtype=torch.float32, out=total)
+        elif x.is_cuda:
+            torch.addmm(total, left, x, out_dtype=torch.float32, out=total)
+        else:
+            total.addmm_(left.float(), x.float(), beta=0 if self.empty else 1)
+        self.empty = False
+
+
 class Linear(nn.Linear):
     """x [N, in] -> [N, out], no bias."""
 
-    sink: Tensor | None = None
-    """fp32 [out, in]: where the weight is a rounded copy, the gradient that the backward pass adds to."""
+    sink: Sink | None = None
+    """Where the weight is a rounded copy, what the backward pass adds its gradient to."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -50,10 +70,10 @@ class Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T. The gradient of the weight is never rounded: it is added to `sink` by the product itself."""
+    """x @ weight.T. The gradient of the weight goes to the sink."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         return x @ weight.T
@@ -61,10 +81,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        if x.is_cuda:
-            torch.addmm(ctx.sink, gradient.T, x, out_dtype=torch.float32, out=ctx.sink)
-        else:
-            ctx.sink.addmm_(gradient.T.float(), x.float())
+        ctx.sink.add(gradient, x)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
 
 

@@ -13,7 +13,7 @@ from dflash_offline.train.config import OptimConfig
 
 
 class Gradients:
-    """Gradients of a module as views of one buffer: zeroed, summed over ranks, scaled and clipped in one call each."""
+    """Gradients of a module as views of one buffer: zeroed, summed over ranks and measured in one call each."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -35,11 +35,10 @@ class Gradients:
             pieces.append((begin, end))
         return [self.flat[begin:end] for begin, end in pieces]
 
-    def normalise(self, divisor: float, clip: float) -> float:
-        """Divide by the divisor of the step, and limit the norm. Returns the norm before the limit."""
+    def scale(self, divisor: float, clip: float) -> tuple[float, float]:
+        """Norm of the gradients divided by the divisor of the step, and what to multiply them by: clipped then."""
         norm = float(torch.linalg.vector_norm(self.flat)) / divisor
-        self.flat *= min(1.0, clip / norm) / divisor if norm > 0 else 1.0  # one pass over gigabytes
-        return norm
+        return norm, min(1.0, clip / norm) / divisor if norm > 0 else 1.0
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
@@ -80,7 +79,10 @@ def build_optimizers(module: nn.Module, config: OptimConfig) -> list[Optimizer]:
     fused = all(p.is_cuda for p in parameters.values())
     wide, plain = [(matrices, config.weight_decay), (exempted, 0.0)], [(gains, 0.0)]
     if config.optimizer == "adamw":
-        return [torch.optim.AdamW(groups(*wide, *plain), lr=config.lr, betas=config.betas, fused=fused)]
+        kind = torch.optim.AdamW
+        if fused:
+            from dflash_offline.train.adamw import AdamW as kind  # needs Triton
+        return [kind(groups(*wide, *plain), lr=config.lr, betas=config.betas)]
     if not hasattr(torch.optim, "Muon"):
         raise UsageError(f"optim.optimizer = muon: torch {torch.__version__} has none; install torch 2.11 or newer")
     made: list[Optimizer] = []

@@ -1,11 +1,9 @@
 """Weights that are computed with: rounded copies of the fp32 ones, which gather their gradients in fp32."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
-from dflash_offline.train.model import Drafter, Linear
+from dflash_offline.train.model import Drafter, Linear, Sink
 
 
 def rounded(master: Drafter, dtype: torch.dtype) -> Drafter:
@@ -22,19 +20,24 @@ def rounded(master: Drafter, dtype: torch.dtype) -> Drafter:
             learns = own.weight.requires_grad
             # Required of the copy too, so that its products are part of the graph; its own gradient stays empty.
             module.weight = nn.Parameter(own.weight.detach().to(dtype), requires_grad=learns)
-            module.sink = own.weight.grad if learns else None
+            module.sink = Sink(own.weight.grad) if own.weight.grad is not None and learns else None
         elif isinstance(own, nn.Module) and "weight" in own._parameters:
             module.weight = own.weight
     return copy
 
 
+def sinks(copy: Drafter) -> list[Sink]:
+    """All of a rounded copy."""
+    return [module.sink for module in copy.modules() if isinstance(module, Linear) and module.sink is not None]
+
+
 @torch.no_grad()
 def refresh(copy: Drafter, master: Drafter) -> None:
     """Round the weights of `master` anew, after a step or a restore."""
-    pairs = list(_pairs(copy, master))
-    if pairs:
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+    if pairs := copies(copy, master):
+        torch._foreach_copy_([*pairs.values()], [*pairs])
 
 
-def _pairs(copy: Drafter, master: Drafter) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((a, b) for a, b in zip(copy.parameters(), master.parameters(), strict=True) if a is not b)
+def copies(copy: Drafter, master: Drafter) -> dict[Tensor, Tensor]:
+    """Weights of `master` and their rounded copies."""
+    return {b: a for a, b in zip(copy.parameters(), master.parameters(), strict=True) if a is not b}

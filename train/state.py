@@ -19,7 +19,7 @@ from dflash_offline.train.optim import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from dflash_offline.train.precision import refresh, rounded
+from dflash_offline.train.precision import copies, refresh, rounded, sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,34 @@ class State:
         """The drafter that is measured and exported."""
         return self.drafter if self.average is None else self.average
 
-    def step(self, number: int, rate: float) -> None:
-        """Optimizer step `number`, counted from 1, with the gradients as they are."""
+    def clear(self) -> None:
+        """Forget the gradients of the last step. Those of rounded weights will be written over."""
+        for sink in (gathered := sinks(self.working)):
+            sink.empty = True
+        if gathered:
+            torch._foreach_zero_([p.grad for p in self.drafter.parameters() if p.grad is not None and p.ndim == 1])
+        else:
+            self.gradients.flat.zero_()
+
+    def settle(self) -> None:
+        """No more rows in this step: a gradient that nothing was added to is zero."""
+        for sink in sinks(self.working):
+            if sink.empty:
+                sink.total.zero_()
+
+    def step(self, number: int, rate: float, scale: float = 1.0) -> None:
+        """Optimizer step `number`, counted from 1, with the gradients times `scale`."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.step()
-        refresh(self.working, self.drafter)
+        in_one_pass = getattr(self.optimizers[0], "apply", None)  # adamw.py, on a GPU
+        if in_one_pass:
+            in_one_pass(scale, copies(self.working, self.drafter))
+        else:
+            self.gradients.flat *= scale
+            for optimizer in self.optimizers:
+                optimizer.step()
+            refresh(self.working, self.drafter)
         if self.average is not None and self.config.ema is not None:
             average_weights(self.average, self.drafter, self.config.ema, number)
 

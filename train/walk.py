@@ -99,7 +99,9 @@ def draft_sample(
         inputs = block_inputs(target.embedding_VD, token, size, drafter.spec.mask_token_id)
         # Blocks keep their full size at the span's end: a shorter one would draft other tokens in full layers.
         output_AKD = drafter.draft(inputs, context, blocks)
-        logits_AKV = output_AKD[:, 1:].to(target.head_VD.dtype) @ target.head_VD.T
+        # As one product of two matrices: as a batch of blocks it would read the whole head for each.
+        hidden_QD = output_AKD[:, 1:].to(target.head_VD.dtype).flatten(0, 1)
+        logits_AKV = (hidden_QD @ target.head_VD.T).view(len(part), size - 1, -1)
         drafted.append(logits_AKV.argmax(dim=-1))  # stays on the device: a copy would wait for it, a chunk at a time
         if teacher is not None:
             chances.append(teacher.chances(logits_AKV, anchor_A[at : at + chunk], label_AK[at : at + chunk]))

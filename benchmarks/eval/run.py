@@ -15,13 +15,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash_offline.shards import calibration, index, manifest
 from dflash_offline.shards.cache import TARGET_FOLDER
@@ -152,14 +150,6 @@ def main() -> None:
     tell(four_samples_each=each)
     if device.type == "cuda":
         tell(split=split(lambda: timed(1)))
-        for kind, backends in (
-            ("without cuDNN", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
-            ("math", [SDPBackend.MATH]),
-        ):
-            if left() > 20 * each:
-                with sdpa_kernel(backends) if backends else nullcontext():
-                    timed(1)
-                    tell(**{f"{kind}_each": timed(3) / 3})
     if left() > 12 * each:
         timed(1, 1.0)
         tell(at_a_temperature_each=timed(2, 1.0) / 2)
