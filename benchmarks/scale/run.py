@@ -265,15 +265,24 @@ def main() -> None:
     try:
         if "extraction" in args.parts:
             deadline = begin + (0.6 if "training" in args.parts else 1) * args.seconds
-            extraction(counts, work, memory, deadline, lambda value: save("extraction", value))
+            try:
+                extraction(counts, work, memory, deadline, lambda value: save("extraction", value))
+            except Exception as error:
+                save("extraction", found.get("extraction", {}) | {"error": f"{type(error).__name__}: {error}"})
         if "training" in args.parts:
             maker = multiprocessing.get_context("spawn").Process(target=make_cache, args=(str(work / "mixed"),))
             maker.start()  # a process of its own, which gives the GPU back
+            maker.join(max(left(), 1))
+            maker.terminate()
             maker.join()
             parts: dict[int, Any] = {}
             for count in counts:
-                enough = left() > 30
-                parts[count] = training(count, work, args.steps, left()) if enough else {"error": "no time left"}
+                if maker.exitcode:
+                    parts[count] = {"error": f"no cache: ended with {maker.exitcode}"}
+                elif left() < 30:
+                    parts[count] = {"error": "no time left"}
+                else:
+                    parts[count] = training(count, work, args.steps, left())
                 save("training", parts)
     finally:
         for folder in (work, memory):
