@@ -1,14 +1,17 @@
 """From the states of a row of samples to their frames: planes on the device, bytes in threads.
 
 On a GPU the planes of a whole row are made in a few kernels, because a small kernel beside a running forward waits for
-the end of each of its large products; the copy to pinned memory runs beside the next forward. Cutting into frames, zstd
-and checksums run in threads outside the interpreter lock. The bytes are those of encoding every frame alone.
+the end of each of its large products. They and the copy to pinned memory run beside the next row's forward, in a queue
+of their own. Cutting into frames, zstd and checksums run in threads outside the interpreter lock. The bytes are those
+of encoding every frame alone.
 
 Legend: P tokens of the row, L layers, D hidden, N positions of the last hidden state.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,9 +34,12 @@ class Encoder:
     def __init__(self, codec: Calibrated) -> None:
         """`codec` is on the states' device."""
         self._codec = codec
-        on_gpu = codec.device.type == "cuda"
-        self._copies: Any = torch.cuda.Stream(codec.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._pool = ThreadPoolExecutor(THREADS if on_gpu else 1)
+        self._pool = ThreadPoolExecutor(THREADS if codec.device.type == "cuda" else 1)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Within it the device's work is queued beside the forwards; its states must be there already."""
+        device = self._codec.device
+        return torch.cuda.stream(_queue(device)) if device.type == "cuda" else nullcontext()
 
     def __call__(
         self, states_PLD: Tensor, lengths: Sequence[int], last_ND: Tensor | None, counts: Sequence[int]
@@ -48,22 +54,23 @@ class Encoder:
 
     def _planes(self, codec: Codec, states_PLD: Tensor) -> "_Planes":
         planes, layers = codec.encode(states_PLD), states_PLD.shape[1]
-        if self._copies is None:
+        if not states_PLD.is_cuda:
             return _Planes(codec, planes, layers, len(states_PLD), None)
-        self._copies.wait_stream(torch.cuda.current_stream(states_PLD.device))
-        with torch.cuda.stream(self._copies):
-            copied = []
-            for plane in planes:
-                plane.record_stream(self._copies)
-                pinned = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
-                copied.append(pinned.copy_(plane, non_blocking=True))
-            arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+        # Pinned memory must not be read before the copy is there, nor given up: the allocator knows the queue.
+        copied = [torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True) for p in planes]
+        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
         return _Planes(codec, copied, layers, len(states_PLD), arrived)
 
     def close(self) -> None:
         """No more rows; what was submitted goes on, and the next task need not wait for it."""
         self._pool.shutdown(wait=False)
+
+
+@cache
+def _queue(device: torch.device) -> Any:
+    """One a process: the allocator keeps memory for every queue. A kernel of it is next when a product ends."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class _Planes:

@@ -59,14 +59,14 @@ class HybridCapture:
     def __call__(self, samples: Sequence[Tensor]) -> Tensor:
         """Token ids [T] of several samples -> bf16 [P, L, D], one after the other, on the device."""
         lengths = [len(ids) for ids in samples]
-        ids_P = torch.cat(list(samples)).to(self._device, torch.long, non_blocking=True)
-        place_P = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(self._device, non_blocking=True)
+        ids_P = kernels.sent(torch.cat(list(samples)), self._device).long()
+        place_P = kernels.sent(torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]), self._device)
         x_PD = F.embedding(ids_P, self._embed)
         cos, sin = self._rotary(x_PD[None], place_P.long().expand(3, 1, -1))
         states_PLD = torch.empty(
             len(ids_P), len(self._wanted), x_PD.shape[1], dtype=torch.bfloat16, device=self._device
         )
-        lent = _lent(lengths).to(self._device, non_blocking=True)
+        lent = kernels.sent(_lent(lengths), self._device)
         eps: float = self.config.rms_norm_eps
         with kernels.boundaries(lengths, self._device):
             for i, layer in enumerate(self._layers):

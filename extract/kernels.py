@@ -38,11 +38,16 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
     """Within the block, forwards of one row treat it as samples of these lengths. One thread of a process at a time."""
     global _row
     cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    _row = _Row(lengths=list(lengths), cu_seqlens=cu.to(device), cu_seqlens_cpu=cu)
+    _row = _Row(lengths=list(lengths), cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
     try:
         yield
     finally:
         _row = None
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor on `device`. From memory that is not pinned, a GPU's queue would have to be empty first."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def install(model_type: str, device: torch.device, allow_slow: bool) -> str:

@@ -6,9 +6,11 @@ Legend: P tokens of a row, L layers, D hidden, N positions of the last hidden st
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash_offline.extract import checks, kernels
@@ -40,6 +42,19 @@ class Runner:
     watch: Watch = field(default_factory=Watch)
     beat: Callable[[], None] = lambda: None
     """Called for every row that is done: computed, or written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A row that the device was asked for; nothing has waited for it yet."""
+
+    samples: list[Planned]
+    states_PLD: Tensor | None
+    """None: the one sample does not fit into memory."""
+    finite_P: Tensor | None = None
+    """Whether all states of a token are finite, on the CPU."""
+    ready: Any = None
+    """On a GPU the event after which both are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +125,40 @@ def compute_dtype(config: ExtractConfig, device: torch.device) -> torch.dtype:
 
 def rows(runner: Runner, samples: Sequence[Planned]) -> Iterator[Row]:
     """The states of all samples in order, a row at a time."""
+    for launched in launches(runner, samples):
+        yield finished(runner, launched)
+
+
+def launches(runner: Runner, samples: Sequence[Planned]) -> Iterator[Launched]:
+    """The rows of all samples in order. On a GPU each is only begun, so that the next can be begun behind it."""
     lengths = [len(s.input_ids) for s in samples]
     for group in batches(lengths, runner.config.token_budget, runner.config.batching == "padded"):
         for members, states_PLD in _states(runner, [samples[n] for n in group]):
             runner.beat()
             if states_PLD is None:
-                (sample,) = members
-                detail = f"{len(sample.input_ids)} tokens do not fit into memory"
-                nothing = torch.empty(0, len(runner.layers), runner.capture.hidden_size)
-                yield Row(samples=[], states_PLD=nothing, last_ND=None, skipped=[_skip(sample, "oom", detail)])
-            else:
-                yield _sound(runner, members, states_PLD)
+                yield Launched(samples=members, states_PLD=None)
+                continue
+            # One pass without a copy of the states.
+            finite_P = torch.isfinite(torch.linalg.vector_norm(states_PLD, torch.inf, dim=(1, 2)))
+            ready: Any = None
+            if finite_P.is_cuda:
+                finite_P = torch.empty(finite_P.shape, dtype=torch.bool, pin_memory=True).copy_(finite_P, True)
+                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                ready.record()
+            yield Launched(samples=members, states_PLD=states_PLD, finite_P=finite_P, ready=ready)
+
+
+def finished(runner: Runner, row: Launched) -> Row:
+    """Wait for a row. Its states may then be used in any queue of the device, the current one."""
+    if row.states_PLD is None or row.finite_P is None:
+        (sample,) = row.samples
+        detail = f"{len(sample.input_ids)} tokens do not fit into memory"
+        nothing = torch.empty(0, len(runner.layers), runner.capture.hidden_size)
+        return Row(samples=[], states_PLD=nothing, last_ND=None, skipped=[_skip(sample, "oom", detail)])
+    if row.ready is not None:
+        row.ready.synchronize()
+        row.states_PLD.record_stream(torch.cuda.current_stream(row.states_PLD.device))
+    return _sound(runner, row.samples, row.states_PLD, row.finite_P.numpy())
 
 
 def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Planned], Tensor | None]]:
@@ -139,10 +177,8 @@ def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Plann
         yield samples, states_PLD
 
 
-def _sound(runner: Runner, samples: list[Planned], states_PLD: Tensor) -> Row:
+def _sound(runner: Runner, samples: list[Planned], states_PLD: Tensor, finite_P: NDArray[np.bool_]) -> Row:
     """The row without samples whose states are not finite: no codec may store them."""
-    # One pass without a copy; a GPU's answer is waited for here, which also bounds how far the CPU runs ahead.
-    finite_P = torch.isfinite(torch.linalg.vector_norm(states_PLD, torch.inf, dim=(1, 2))).cpu().numpy()
     lengths = [len(s.input_ids) for s in samples]
     skipped, kept = [], [bool(part.all()) for part in np.split(finite_P, np.cumsum(lengths)[:-1])]
     if not all(kept):

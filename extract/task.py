@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +20,7 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.dataset import Skip
 from dflash_offline.extract.encode import Encoder, Frames
 from dflash_offline.extract.plan import Planned, Task, load_task, skip_line
-from dflash_offline.extract.runner import Row, Runner, rows
+from dflash_offline.extract.runner import Launched, Row, Runner, finished, launches, rows
 from dflash_offline.shards import calibration
 from dflash_offline.shards.build import is_done
 from dflash_offline.shards.calibration import Calibrated
@@ -30,8 +31,8 @@ from dflash_offline.shards.manifest import CodecInfo, shard_metadata
 from dflash_offline.shards.writer import ShardWriter
 
 CALIBRATION_TOKENS = 4096
-ROWS_AHEAD = 2
-"""Rows computed but not yet written; bounds the memory of a worker."""
+ROWS_AHEAD = 3
+"""Rows of a task begun but not yet written; bounds the memory of a worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
     info = codec_info(runner.config, cache)
     width = runner.capture.hidden_size
     codec = calibration.read(cache, info, len(runner.layers), width, runner.config.last_hidden)
-    inbox: SimpleQueue[_Encoded | BaseException | None] = SimpleQueue()
-    room = threading.Semaphore(ROWS_AHEAD)
+    inbox: SimpleQueue[Launched | BaseException | None] = SimpleQueue()
+    room = threading.Semaphore(ROWS_AHEAD - 1)
     writer = ShardWriter(
         path,
         task=task.hash,
@@ -99,23 +100,30 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
         last_hidden=runner.config.last_hidden,
         body=roots.choose(runner.config.roots, cache, path.name),
     )
-    encoder = Encoder(codec.to(runner.device))
     done = runner.writer.submit(_write, runner, codec, writer, path, inbox, room)
     end: BaseException | None = None
     try:
-        for row in rows(runner, load_task(cache, task)):
+        for launched in launches(runner, load_task(cache, task)):
+            inbox.put(launched)
+            del launched  # whoever writes it decides how long its states are kept
             while not room.acquire(timeout=0.5):
                 if done.done():
                     return done  # it failed; its future says why
-            frames = encoder(row.states_PLD, row.lengths, row.last_ND, row.counts) if row.samples else []
-            inbox.put(_Encoded(samples=row.samples, frames=frames, skipped=row.skipped, drawn=_audit(runner, row)))
     except BaseException as error:
         end = error
         raise
     finally:
         inbox.put(end)
-        encoder.close()
     return done
+
+
+def _encode(runner: Runner, encoder: Encoder, launched: Launched) -> _Encoded:
+    """Wait for a row, look at it, and begin what makes frames of it."""
+    with encoder.beside():
+        row = finished(runner, launched)
+        drawn = _audit(runner, row)
+        frames = encoder(row.states_PLD, row.lengths, row.last_ND, row.counts) if row.samples else []
+    return _Encoded(samples=row.samples, frames=frames, skipped=row.skipped, drawn=drawn)
 
 
 def _audit(runner: Runner, row: Row) -> dict[int, Tensor]:
@@ -137,16 +145,18 @@ def _write(
     codec: Calibrated,
     writer: ShardWriter,
     path: Path,
-    inbox: "SimpleQueue[_Encoded | BaseException | None]",
+    inbox: "SimpleQueue[Launched | BaseException | None]",
     room: threading.Semaphore,
 ) -> Done:
     """Append rows as they come; an error instead of the end leaves no shard."""
     skipped: list[Skip] = []
     begun, samples, tokens, audited, weak = time.monotonic(), 0, 0, 0, 0
-    with writer:
-        while (row := inbox.get()) is not None:
-            if isinstance(row, BaseException):
-                raise RunError(f"{path}: given up: {row}")
+    with writer, closing(Encoder(codec.to(runner.device))) as encoder:
+        while (launched := inbox.get()) is not None:
+            if isinstance(launched, BaseException):
+                raise RunError(f"{path}: given up: {launched}")
+            row = _encode(runner, encoder, launched)
+            del launched
             for n, (sample, ready) in enumerate(zip(row.samples, row.frames, strict=True)):
                 frames, last_frames = ready.result()
                 writer.append(sample.identity, sample.input_ids, sample.loss_mask, frames, last_frames)

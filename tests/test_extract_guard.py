@@ -142,7 +142,7 @@ def test_a_layer_that_breaks_later_stops_the_run(
     assert found is not None
     whole = made(site)
     with pytest.raises(checks.StatesError, match=rf"sample [0-9a-f]{{32}}: {message}"):
-        run_task(replace(whole, capture=Broken(whole.capture, fault)), tmp_path / "c", 0, found.tasks[0])
+        run_task(replace(whole, capture=Broken(whole.capture, fault)), tmp_path / "c", 0, found.tasks[0]).result()
     whole.writer.shutdown()
     assert not list((tmp_path / "c" / "shards").glob("0*"))
 
@@ -160,7 +160,7 @@ def test_stale_states_stop_the_run(site: Path, tmp_path: Path) -> None:
         return torch.cat([kept[0]] * 9)[-len(states_PLD) :]
 
     with pytest.raises(checks.StatesError, match="has the states of sample"):
-        run_task(replace(whole, capture=Broken(whole.capture, stale)), tmp_path / "c", 0, found.tasks[0])
+        run_task(replace(whole, capture=Broken(whole.capture, stale)), tmp_path / "c", 0, found.tasks[0]).result()
 
 
 @pytest.mark.parametrize("codec", ["lossless", "ecsq"])
