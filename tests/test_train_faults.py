@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_reference import drafter
+from train_reference import drafter, files_of
 from train_runs import SIX, call, config_of, hashes, metrics, snapshot
 
 from dflash_offline.shards.errors import CorruptError, RunError
@@ -113,7 +113,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     made = drafter()
-    files = State.of(drafter(), OptimConfig()).files()
+    files = files_of(State.of(drafter(), OptimConfig()))
     kept = tmp_path / "checkpoints"
     checkpoint.save(kept, 1, files, {}, keep=1)
     before = snapshot(kept)
@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = State.of(drafter(), OptimConfig()).files()
+    files = files_of(State.of(drafter(), OptimConfig()))
     checkpoint.save(tmp_path, 1, files, {}, keep=1)
 
     def full(*_: object) -> None:
@@ -181,7 +181,7 @@ def test_a_new_checkpoint_outlives_newer_ones_that_were_passed_over(cache: Path,
     """Torn ones at steps 4 and 6 are not among the newest that are kept."""
     for step in (4, 6):
         os.truncate(run / "checkpoints" / f"step-{step:08d}" / checkpoint.MODEL, 1000)
-    files = State.of(drafter(), OptimConfig()).files()
+    files = files_of(State.of(drafter(), OptimConfig()))
     checkpoint.save(run / "checkpoints", 3, files, {}, keep=1)
     found, passed = checkpoint.newest(run / "checkpoints")
     assert found is not None and found.step == 3 and len(passed) == 2
@@ -189,7 +189,7 @@ def test_a_new_checkpoint_outlives_newer_ones_that_were_passed_over(cache: Path,
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = State.of(drafter(), OptimConfig()).files()
+    files = files_of(State.of(drafter(), OptimConfig()))
     checkpoint.save(tmp_path, 1, files, {}, keep=1)
 
     def killed(*_: object) -> None:

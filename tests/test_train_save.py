@@ -80,7 +80,7 @@ def test_a_checkpoint_is_of_its_own_step_while_training_goes_on(
     go, plain = threading.Event(), checkpoint.write_tensors
     monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: (go.wait(10), plain(*a))[1])
     with saver(tmp_path, SaveConfig()) as writer:
-        writer.start(1, state.files(), {})
+        writer.start(1, state.items(), {})
         state.gradients.flat.fill_(1)
         state.step(2, rate=0.1)
         writer.check()

@@ -14,7 +14,7 @@ from dflash_offline.train.loop import train
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Linear, block_inputs
 from dflash_offline.train.optim import Gradients
-from dflash_offline.train.precision import refresh, rounded
+from dflash_offline.train.precision import copies, refresh, rounded
 from dflash_offline.train.state import State
 from dflash_offline.train.waits import Waits
 
@@ -71,7 +71,7 @@ def test_a_rounded_copy_follows_the_weights() -> None:
     with torch.no_grad():
         for p in master.parameters():
             p.add_(1)
-    refresh(copy, master)
+    refresh(copies(copy, master))
     for a, b in zip(copy.parameters(), master.parameters(), strict=True):
         assert torch.equal(a, b.to(a.dtype))
     matrices = [m for m in copy.modules() if isinstance(m, Linear)]

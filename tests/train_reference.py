@@ -20,10 +20,12 @@ from dflash_offline.shards.files import file_hash
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import last_positions, prompt_key, sample_key
 from dflash_offline.shards.writer import Identity, ShardWriter
+from dflash_offline.train import checkpoint
 from dflash_offline.train.config import LossConfig, ModelConfig
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, RMSNorm, Target, new_drafter
 from dflash_offline.train.spec import DrafterSpec, derive
+from dflash_offline.train.state import State
 
 torch.set_num_threads(1)  # tensors are tiny, and threads that wait for each other are slow on a busy machine
 V, D, LAYERS = 97, 32, (1, 3, 5)
@@ -225,3 +227,11 @@ def one_block(made: Drafter, frozen: Target, ids: np.ndarray, states: Tensor, an
     token[0, 0] = int(ids[anchor])
     blocks = Blocks(torch.tensor([anchor]), torch.tensor([0]), size)
     return made(states, torch.arange(len(states)), frozen.embedding_VD[token], blocks)[0]
+
+
+def files_of(state: State) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint of `state` holds."""
+    files: dict[str, dict[str, torch.Tensor]] = {checkpoint.MODEL: {}, checkpoint.OPTIMIZER: {}}
+    for file, name, tensor in state.items():
+        files.setdefault(file, {})[name] = tensor
+    return files

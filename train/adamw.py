@@ -51,6 +51,8 @@ class AdamW(torch.optim.AdamW):
                     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
                     state.update(step=torch.tensor(0.0), **moments)
                 state["step"] += 1
+                if not weight.numel():
+                    continue
                 steps, size, copy = float(state["step"]), weight.numel(), copies.get(weight, weight)
                 _adamw[triton.cdiv(size, WIDTH),](
                     weight, weight.grad, state["exp_avg"], state["exp_avg_sq"], copy, size, scale,

@@ -6,13 +6,13 @@ structure is known: the context that a tile of queries sees is one range, and it
 Shapes: T context tokens, A anchors, K block, Q = A * K slots, N = T + Q keys, tiles M of the queries and J of the keys.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dflash_offline.train.fused import compiled
 from dflash_offline.train.masks import TILE, Blocks, KeyValue
 
 
@@ -25,12 +25,7 @@ class FlexView:
     def attend(self, query_HQE: Tensor, context: KeyValue, own: KeyValue) -> Tensor:
         """As masks.View.attend."""
         key, value = (torch.cat(pair, dim=1)[None] for pair in zip(context, own, strict=True))
-        return _compiled()(query_HQE[None], key, value, block_mask=self.mask, enable_gqa=True)[0]
-
-
-@cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+        return compiled(flex_attention, whole=False)(query_HQE[None], key, value, block_mask=self.mask, enable_gqa=True)[0]
 
 
 def block_mask(blocks: Blocks, context: int, window: int | None) -> BlockMask:

@@ -22,14 +22,17 @@ def fused(function: Callable[..., T]) -> Callable[..., T]:
     @wraps(function)
     def call(x: Tensor, *rest: Any) -> T:
         compile_it = x.is_cuda and x.dtype == torch.bfloat16 and torch.is_grad_enabled()
-        return (_compiled(function) if compile_it else function)(x, *rest)
+        return (compiled(function) if compile_it else function)(x, *rest)
 
     return call
 
 
 @cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def compiled(function: Any, whole: bool = True) -> Any:
+    """`function`, compiled for every shape that it meets; `whole`: not in pieces, and never as it is written instead."""
+    # A process may train several drafters, and after eight shapes of a function the compiler would give up.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)  # type: ignore[no-untyped-call, attr-defined]
+    return torch.compile(function, dynamic=False, fullgraph=whole)
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

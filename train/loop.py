@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> int:
 def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     config, spec, device = job.config, job.spec, ranks.device
     dtype = _compute_dtype(config, device)
-    state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim, dtype)
+    state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim, dtype, ranks)
     target = load_target(job.cache, device, dtype)
     objective = Objective.of(config.loss, spec.block_size, device)
     found = _resume(job, ranks, state)
@@ -75,7 +75,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
 
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
     rows = feed(builder, dealt, device, dtype, config.data.threads, config.data.rows_ahead)
-    reduced = Sums(ranks, [state.gradients.part(names) for names in state.drafter.parts()])
+    reduced = Sums(ranks, state.sums())
     waits = Waits()
     own_rows, clock = config.data.rows_per_step // ranks.world, Clock(device)
     shown = closing(metrics) if metrics else nullcontext()
@@ -112,7 +112,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
             # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
             if sums["divisor"]:
-                norm, scale = state.gradients.scale(sums["divisor"], config.optim.clip)
+                norm, scale = state.scale(sums["divisor"])
                 # Both are of sums over the ranks, so all of them leave here or none.
                 if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
                     raise RunError(

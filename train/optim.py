@@ -1,7 +1,7 @@
 """Optimizers, their schedules, and the one flat buffer that all gradients live in."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,32 +13,48 @@ from dflash_offline.train.config import OptimConfig
 
 
 class Gradients:
-    """Gradients of a module as views of one buffer: zeroed, summed over ranks and measured in one call each."""
+    """Gradients of a module as views of one buffer: zeroed, summed over ranks and measured in one call each.
 
-    def __init__(self, module: nn.Module) -> None:
+    The matrices lie part by part, each part filled up to a multiple of `world`; the rest follows.
+    """
+
+    def __init__(self, module: nn.Module, parts: Sequence[Sequence[str]] = (), world: int = 1) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         some = next(iter(parameters.values()))
-        self.flat = torch.zeros(sum(p.numel() for p in parameters.values()), dtype=some.dtype, device=some.device)
-        self._ranges: dict[str, tuple[int, int]] = {}
+        self.ranges: dict[str, slice] = {}
+        self.parts: list[slice] = []
         at = 0
+        for part in parts:
+            begin = at
+            for name in part:
+                if name in parameters and parameters[name].ndim > 1:
+                    self.ranges[name] = slice(at, at := at + parameters[name].numel())
+            self.parts.append(slice(begin, at := at + (begin - at) % world))
+        for name, parameter in parameters.items():
+            if name not in self.ranges:
+                self.ranges[name] = slice(at, at := at + parameter.numel())
+        self.flat = torch.zeros(at, dtype=some.dtype, device=some.device)
         for name, parameter in parameters.items():
             # Backward passes add to an existing gradient in place.
-            parameter.grad = self.flat[at : at + parameter.numel()].view_as(parameter)
-            self._ranges[name] = (at, at := at + parameter.numel())
+            parameter.grad = self.flat[self.ranges[name]].view_as(parameter)
 
     def part(self, names: Sequence[str]) -> list[Tensor]:
         """The gradients of these parameters, neighbours in one piece."""
-        pieces: list[tuple[int, int]] = []
-        for begin, end in sorted(self._ranges[name] for name in names if name in self._ranges):
-            if pieces and pieces[-1][1] == begin:
-                begin, _ = pieces.pop()
-            pieces.append((begin, end))
-        return [self.flat[begin:end] for begin, end in pieces]
+        pieces: list[slice] = []
+        for place in sorted((self.ranges[name] for name in names if name in self.ranges), key=lambda s: s.start):
+            begin = pieces.pop().start if pieces and pieces[-1].stop == place.start else place.start
+            pieces.append(slice(begin, place.stop))
+        return [self.flat[piece] for piece in pieces]
 
-    def scale(self, divisor: float, clip: float) -> tuple[float, float]:
-        """Norm of the gradients divided by the divisor of the step, and what to multiply them by: clipped then."""
-        norm = float(torch.linalg.vector_norm(self.flat)) / divisor
-        return norm, min(1.0, clip / norm) / divisor if norm > 0 else 1.0
+    def norm(self) -> float:
+        """Of all of them."""
+        return float(torch.linalg.vector_norm(self.flat))
+
+
+def clipped(norm: float, divisor: float, clip: float) -> tuple[float, float]:
+    """Of gradients of this norm: the norm once divided, and the factor that divides them and keeps to `clip`."""
+    norm /= divisor
+    return norm, min(1.0, clip / norm) / divisor if norm > 0 else 1.0
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
@@ -62,16 +78,19 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
         parameters[name].requires_grad_(False)
 
 
-def build_optimizers(module: nn.Module, config: OptimConfig) -> list[Optimizer]:
-    """AdamW, or Muon for the matrices and AdamW for the rest, over what is not frozen.
+def build_optimizers(
+    module: nn.Module, config: OptimConfig, stepped: Mapping[str, Tensor] | None = None
+) -> list[Optimizer]:
+    """AdamW, or Muon for the matrices and AdamW for the rest, over what is not frozen, or `stepped` in its place.
 
     A gain has no weight decay, since it has no reason to be small. Raises UsageError where torch has no Muon.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     exempt = matching([name for name, _ in module.named_parameters()], config.no_decay, "optim.no_decay")
-    matrices: list[Tensor] = [p for name, p in parameters.items() if p.ndim > 1 and name not in exempt]
-    exempted: list[Tensor] = [p for name, p in parameters.items() if p.ndim > 1 and name in exempt]
-    gains: list[Tensor] = [p for p in parameters.values() if p.ndim <= 1]
+    own = stepped or parameters
+    matrices: list[Tensor] = [own[name] for name, p in parameters.items() if p.ndim > 1 and name not in exempt]
+    exempted: list[Tensor] = [own[name] for name, p in parameters.items() if p.ndim > 1 and name in exempt]
+    gains: list[Tensor] = [own[name] for name, p in parameters.items() if p.ndim <= 1]
 
     def groups(*sets: tuple[list[Tensor], float]) -> list[dict[str, object]]:
         return [{"params": params, "weight_decay": decay} for params, decay in sets if params]
@@ -113,29 +132,30 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 @torch.no_grad()
-def average_weights(average: nn.Module, module: nn.Module, decay: float, step: int) -> None:
+def average_weights(average: Sequence[Tensor], weights: Sequence[Tensor], decay: float, step: int) -> None:
     """Move `average` towards the weights after `step` steps; faster at first, so that it forgets where it began."""
     decay = min(decay, (1 + step) / (10 + step))
-    torch._foreach_lerp_([*average.parameters()], [*module.parameters()], 1 - decay)
+    torch._foreach_lerp_([*average], [*weights], 1 - decay)
 
 
-def optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+def optimizer_tensors(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """State of the optimizers under `parameter name : state name`."""
     return {
         f"{name}:{key}": value
-        for name, parameter in module.named_parameters()
+        for name, parameter in parameters.items()
         for optimizer in optimizers
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_optimizer_tensors(module: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(
+    parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
     """Inverse of `optimizer_tensors`."""
-    parameters = dict(module.named_parameters())
     owner = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, value in tensors.items():
         path, key = name.rsplit(":", 1)
-        optimizer = owner[parameters[path]]
+        parameter = parameters[path]
         # Counts stay on the CPU but for fused kernels: read from a GPU, each would wait for it at every step.
-        on_cpu = key == "step" and not optimizer.defaults.get("fused")
-        optimizer.state[parameters[path]][key] = value.cpu() if on_cpu else value
+        on_cpu = key == "step" and not owner[parameter].defaults.get("fused")
+        owner[parameter].state[parameter][key] = value.to("cpu" if on_cpu else parameter.device)

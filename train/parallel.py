@@ -2,7 +2,8 @@
 
 A step's rows are dealt to the ranks, each of which sums the gradients of its own. In the backward pass of its last row
 the parts of the gradients that are complete are added up over the ranks while the rest is computed; one more collective
-adds up the counts. Nothing else is exchanged, so a rank whose rows hold nothing simply adds zeros.
+adds up the counts. A rank whose rows hold nothing simply adds zeros. Where the optimizer is sharded (sharded.py), a
+part is added up in shares, and the stepped weights are gathered.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ class Ranks:
         """Add up a tensor over the ranks, in place. Every rank must call it."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
+    def gather(self, whole: Tensor, share: Tensor) -> None:
+        """Fill `whole` with the shares of all ranks in order; the own one may lie in it. Every rank must call it."""
+        with self._lost():
+            _last[:] = [dist.all_gather_into_tensor(whole, share, async_op=True)]
+            _last[0].wait()
+
     def agree(self, tensor: Tensor) -> bool:
         """Whether all ranks have the same integers. Every rank must call it."""
         # Equal where the largest is the smallest; ~x orders the other way round without overflow.
@@ -78,10 +85,17 @@ class Ranks:
             raise RunError(f"rank {self.rank}: lost another rank, which says why: {error}") from None
 
 
+class Wanted(NamedTuple):
+    """A part of the gradients, and the place in it where this rank wants the sum: all of it, or its share."""
+
+    part: Tensor
+    place: Tensor
+
+
 class Sums:
     """Adds up parts of the gradients over the ranks, in one order on all of them, each from when it is ready here."""
 
-    def __init__(self, ranks: Ranks, parts: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, ranks: Ranks, parts: Sequence[Sequence[Wanted]]) -> None:
         self._ranks, self._parts = ranks, parts
         self._begun = 0
         self._works: list[dist.Work] = []
@@ -90,7 +104,14 @@ class Sums:
         """The next part is complete: its sum begins, beside what this process goes on with."""
         if self._ranks.world > 1:
             with self._ranks._lost():
-                self._works += [dist.all_reduce(tensor, async_op=True) for tensor in self._parts[self._begun]]
+                for part, place in self._parts[self._begun]:
+                    whole = len(part) == len(place)
+                    work = (
+                        dist.all_reduce(part, async_op=True)
+                        if whole
+                        else dist.reduce_scatter_tensor(place, part, async_op=True)
+                    )
+                    self._works.append(work)
         self._begun += 1
 
     def finish(self) -> None:

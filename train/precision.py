@@ -1,5 +1,7 @@
 """Weights that are computed with: rounded copies of the fp32 ones, which gather their gradients in fp32."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -32,10 +34,10 @@ def sinks(copy: Drafter) -> list[Sink]:
 
 
 @torch.no_grad()
-def refresh(copy: Drafter, master: Drafter) -> None:
-    """Round the weights of `master` anew, after a step or a restore."""
-    if pairs := copies(copy, master):
-        torch._foreach_copy_([*pairs.values()], [*pairs])
+def refresh(copies: Mapping[Tensor, Tensor]) -> None:
+    """Round weights anew, after a step or a restore."""
+    if copies:
+        torch._foreach_copy_([*copies.values()], [*copies])
 
 
 def copies(copy: Drafter, master: Drafter) -> dict[Tensor, Tensor]:

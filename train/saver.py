@@ -3,7 +3,7 @@
 At 27B a checkpoint is 21 GB: seconds to copy to the host and tens of seconds to write.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,12 +29,14 @@ class Saver:
     """Kept between saves: fresh memory costs more than the copy."""
 
     def start(
-        self, step: int, files: Mapping[str, dict[str, Tensor]], facts: dict[str, Any], best: int | None = None
+        self, step: int, items: Iterable[tuple[str, str, Tensor]], facts: dict[str, Any], best: int | None = None
     ) -> None:
-        """Write the checkpoint of `step` after the one before it. Of older ones the newest and `best` are kept."""
+        """Write the checkpoint of `step` after the one before it. Of older ones the newest and `best` are kept.
+
+        `items`: file, name, tensor. A tensor may be given up when the next is asked for.
+        """
         self.finish()
-        if self.config.asynchronous:
-            files = self._copied(files)
+        files = self._copied(items)
         keep = self.config.keep_last
         self.pending = self.pool.submit(checkpoint.save, self.root, step, files, facts, keep, best)
         if not self.config.asynchronous:
@@ -51,12 +53,17 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _copied(self, files: Mapping[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        out: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-        for file, name, tensor in ((file, *item) for file, tensors in files.items() for item in tensors.items()):
-            if (file, name) not in self.host:
-                self.host[file, name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            out[file][name] = self.host[file, name].copy_(tensor.detach(), non_blocking=True)
+    def _copied(self, items: Iterable[tuple[str, str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """On the host; where nothing goes on meanwhile, what is there already is not copied."""
+        out: dict[str, dict[str, Tensor]] = {checkpoint.MODEL: {}, checkpoint.OPTIMIZER: {}}
+        for file, name, tensor in items:
+            if self.config.asynchronous:
+                if (file, name) not in self.host:
+                    self.host[file, name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                copy = self.host[file, name].copy_(tensor.detach(), non_blocking=True)
+            else:
+                copy = tensor.detach().cpu()
+            out.setdefault(file, {})[name] = copy
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return out

@@ -1,6 +1,7 @@
 """What training changes: weights, moments, and the average of the weights."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,14 @@ from dflash_offline.train.optim import (
     Gradients,
     average_weights,
     build_optimizers,
+    clipped,
     freeze,
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from dflash_offline.train.parallel import Ranks, Wanted
 from dflash_offline.train.precision import copies, refresh, rounded, sinks
+from dflash_offline.train.sharded import Sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +36,55 @@ class State:
     working: Drafter
     """What is computed with: the drafter, or its rounded copy."""
     gradients: Gradients
+    stepped: dict[str, Tensor]
+    """What this rank's optimizers work on, by the name of the tensor: all of it, or a piece."""
+    copies: dict[Tensor, Tensor]
+    """What of it has rounded copies."""
     optimizers: list[Optimizer]
     average: Drafter | None
+    sharded: Sharded | None
 
     @classmethod
-    def of(cls, drafter: Drafter, config: OptimConfig, dtype: torch.dtype = torch.float32) -> "State":
+    def of(
+        cls, drafter: Drafter, config: OptimConfig, dtype: torch.dtype = torch.float32, ranks: Ranks | None = None
+    ) -> "State":
         """The state before the first step, which computes in `dtype`."""
         freeze(drafter, config)
-        gradients = Gradients(drafter)
+        # Muon needs whole matrices, and without rounded copies there would be more to gather than to add up.
+        several = ranks is not None and ranks.world > 1
+        shard = several and config.optimizer == "adamw" and dtype != torch.float32
+        gradients = Gradients(drafter, drafter.parts(), ranks.world) if ranks and shard else Gradients(drafter)
+        working = rounded(drafter, dtype)
+        sharded = Sharded(ranks, gradients, working) if ranks and shard else None
+        if sharded:
+            stepped: dict[str, Tensor] = {**sharded.stepped(drafter)}
+            own = sharded.pieces(working)
+            paired = {stepped[name]: own[name] for name, p in drafter.named_parameters() if name in own and p.ndim > 1}
+        else:
+            stepped = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+            paired = copies(working, drafter)
         return cls(
             config=config,
             drafter=drafter,
-            working=rounded(drafter, dtype),
+            working=working,
             gradients=gradients,
-            optimizers=build_optimizers(drafter, config),
+            stepped=stepped,
+            copies=paired,
+            optimizers=build_optimizers(drafter, config, stepped),
             average=copy.deepcopy(drafter).requires_grad_(False) if config.ema is not None else None,
+            sharded=sharded,
         )
 
     @property
     def served(self) -> Drafter:
         """The drafter that is measured and exported."""
         return self.drafter if self.average is None else self.average
+
+    def sums(self) -> list[list[Wanted]]:
+        """The parts of the gradients, by the order in which they are complete, for parallel.Sums."""
+        if self.sharded:
+            return self.sharded.sums()
+        return [[Wanted(p, p) for p in self.gradients.part(names)] for names in self.drafter.parts()]
 
     def clear(self) -> None:
         """Forget the gradients of the last step. Those of rounded weights will be written over."""
@@ -69,39 +101,66 @@ class State:
             if sink.empty:
                 sink.total.zero_()
 
+    def scale(self, divisor: float) -> tuple[float, float]:
+        """Norm of the gradients over the divisor of the step, and what to multiply them by. Every rank must call it."""
+        norm = self.sharded.norm() if self.sharded else self.gradients.norm()
+        return clipped(norm, divisor, self.config.clip)
+
     def step(self, number: int, rate: float, scale: float = 1.0) -> None:
-        """Optimizer step `number`, counted from 1, with the gradients times `scale`."""
+        """Optimizer step `number`, counted from 1, with the gradients times `scale`. Every rank must call it."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         in_one_pass = getattr(self.optimizers[0], "apply", None)  # adamw.py, on a GPU
         if in_one_pass:
-            in_one_pass(scale, copies(self.working, self.drafter))
+            in_one_pass(scale, self.copies)
         else:
             self.gradients.flat *= scale
             for optimizer in self.optimizers:
                 optimizer.step()
-            refresh(self.working, self.drafter)
+            refresh(self.copies)
         if self.average is not None and self.config.ema is not None:
-            average_weights(self.average, self.drafter, self.config.ema, number)
+            average = self.sharded.pieces(self.average) if self.sharded else dict(self.average.named_parameters())
+            pairs = [(average[name], weight) for name, weight in self.stepped.items()]
+            average_weights([a for a, _ in pairs], [w for _, w in pairs], self.config.ema, number)
+        if self.sharded:
+            self.sharded.spread()
 
-    def files(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors by file of a checkpoint."""
-        files = {
-            checkpoint.MODEL: self.drafter.state_dict(),
-            checkpoint.OPTIMIZER: optimizer_tensors(self.drafter, self.optimizers),
-        }
-        return files if self.average is None else {**files, checkpoint.EMA: self.average.state_dict()}
+    def gather(self) -> None:
+        """Bring fp32 weights that other ranks step up to date, before anyone looks at them. Every rank must call it."""
+        if self.sharded:
+            self.sharded.gather(self.drafter)
+            if self.average is not None:
+                self.sharded.gather(self.average)
+
+    def items(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What a checkpoint holds: file, name, tensor. After `gather`; every rank must come to its end."""
+        for file, module in ((checkpoint.MODEL, self.drafter), (checkpoint.EMA, self.average)):
+            if module is not None:
+                yield from ((file, name, tensor) for name, tensor in module.state_dict().items())
+        tensors = optimizer_tensors(self.stepped, self.optimizers)
+        if not self.sharded:
+            yield from ((checkpoint.OPTIMIZER, name, tensor) for name, tensor in tensors.items())
+            return
+        shapes = {name: p.shape for name, p in self.drafter.named_parameters()}
+        for key in {name.rsplit(":", 1)[1]: None for name in tensors}:
+            pieces = {name: tensors[f"{name}:{key}"] for name in self.stepped}
+            for name, vector in pieces.items() if key == "step" else self.sharded.whole(pieces):
+                yield checkpoint.OPTIMIZER, f"{name}:{key}", vector if key == "step" else vector.view(shapes[name])
 
     def restore(self, found: Checkpoint) -> None:
-        """Inverse of `files`."""
+        """Inverse of `items`."""
         device = next(self.drafter.parameters()).device
         self.drafter.load_state_dict(found.load(checkpoint.MODEL, device))
-        load_optimizer_tensors(self.drafter, self.optimizers, found.load(checkpoint.OPTIMIZER, device))
+        tensors = found.load(checkpoint.OPTIMIZER, device if self.sharded is None else torch.device("cpu"))
+        if self.sharded:
+            own = self.sharded
+            tensors = {n: t if t.ndim == 0 else own.piece(n.rsplit(":", 1)[0], t).clone() for n, t in tensors.items()}
+        load_optimizer_tensors(self.stepped, self.optimizers, tensors)
         if self.average is not None:
             self.average.load_state_dict(found.load(checkpoint.EMA, device))
-        refresh(self.working, self.drafter)
+        refresh(copies(self.working, self.drafter))
 
     def hash(self) -> Tensor:
         """What all ranks must agree on, in a few integers."""
-        return torch.stack([torch.hash_tensor(p) for p in self.drafter.parameters()]).view(torch.int64)
+        return torch.stack([torch.hash_tensor(p) for p in self.working.parameters()]).view(torch.int64)

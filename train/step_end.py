@@ -57,6 +57,7 @@ class StepEnd:
     def _measure(self) -> dict[str, Any] | None:
         """Held-out numbers; None where a signal came first. The rerun measures then, from the checkpoint."""
         job, device = self.job, self.ranks.device
+        self.state.gather()
         drafter = bf16_weights(self.state.served, device)
         counts = measure(drafter, self.target, job.cache, job.validation, self.ranks, self.stop)
         return None if counts is None else summary(counts, resamples=200, seed=job.config.seed)
@@ -65,6 +66,7 @@ class StepEnd:
         """Start writing a checkpoint of weights that all ranks agree on."""
         if not self.ranks.agree(self.state.hash()):
             raise RunError(f"step {step}: the weights of the ranks differ; the last checkpoint before it is sound")
+        self.state.gather()
         if name := checkpoint.not_finite(self.state.drafter.state_dict()):
             raise RunError(
                 f"step {step}: {name} is no longer finite and was not saved; "
@@ -78,4 +80,7 @@ class StepEnd:
                 "best": self.best,
                 "unmeasured": unmeasured,
             }
-            self.saver.start(step, self.state.files(), about, self.best["step"] if self.best else None)
+            self.saver.start(step, self.state.items(), about, self.best["step"] if self.best else None)
+        else:
+            for _ in self.state.items():  # has a part in gathering them
+                pass
