@@ -6,8 +6,6 @@ structure is known: the context that a tile of queries sees is one range, and it
 Shapes: T context tokens, A anchors, K block, Q = A * K slots, N = T + Q keys, tiles M of the queries and J of the keys.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -25,7 +23,8 @@ class FlexView:
     def attend(self, query_HQE: Tensor, context: KeyValue, own: KeyValue) -> Tensor:
         """As masks.View.attend."""
         key, value = (torch.cat(pair, dim=1)[None] for pair in zip(context, own, strict=True))
-        return compiled(flex_attention, whole=False)(query_HQE[None], key, value, block_mask=self.mask, enable_gqa=True)[0]
+        attend = compiled(flex_attention, whole=False)
+        return attend(query_HQE[None], key, value, block_mask=self.mask, enable_gqa=True)[0]
 
 
 def block_mask(blocks: Blocks, context: int, window: int | None) -> BlockMask:

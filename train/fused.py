@@ -29,9 +29,9 @@ def fused(function: Callable[..., T]) -> Callable[..., T]:
 
 @cache
 def compiled(function: Any, whole: bool = True) -> Any:
-    """`function`, compiled for every shape that it meets; `whole`: not in pieces, and never as it is written instead."""
+    """`function`, compiled for every shape that it meets. `whole`: in one piece, or not at all."""
     # A process may train several drafters, and after eight shapes of a function the compiler would give up.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)  # type: ignore[no-untyped-call, attr-defined]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     return torch.compile(function, dynamic=False, fullgraph=whole)
 
 
