@@ -31,6 +31,8 @@ def test_sums_over_ranks() -> None:
     assert plan.projected(100, 110, 2) == pytest.approx(100 / 110)
     assert plan.projected(100, 110, 8) == pytest.approx(100 / 117.5)
     assert plan.projected(100, 110, 1) == 1
+    # 10 beside the backward pass, 8 bytes gathered at 2 a second, an optimizer of 16: of each, what n ranks leave over.
+    assert [plan.sharded(100, 10, 16, 8, n, 2) for n in (1, 2, 4)] == [1, 100 / 99, 100 / 98.5]
 
 
 def test_packing_is_the_trainers() -> None:
@@ -42,9 +44,9 @@ def test_packing_is_the_trainers() -> None:
 
 def test_rates_are_those_of_the_files() -> None:
     found = plan.measured()
-    assert found["extract_rate"] == pytest.approx(12773.54, abs=0.01)
-    assert [found[n] for n in ("step", "one", "two")] == pytest.approx([0.222, 0.2342, 0.2423])
-    assert found["decode"] == pytest.approx((0.1465 + 0.1578) / 2)  # the middle two of the twelve rows
+    assert found["extract_rate"] == pytest.approx(12632.66, abs=0.01)
+    assert [found[n] for n in ("step", "one", "two")] == pytest.approx([0.2151, 0.2342, 0.2423])
+    assert found["decode"] == pytest.approx((0.1081 + 0.1146) / 2, abs=1e-4)  # the middle of the twelve rows
 
 
 def test_a_result_of_eight_gpus_takes_the_place_of_guesses(

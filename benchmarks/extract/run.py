@@ -29,7 +29,7 @@ from dflash_offline.extract import kernels, plan
 from dflash_offline.extract.config import EcsqConfig, ExtractConfig
 from dflash_offline.extract.forward import batches
 from dflash_offline.extract.hybrid import HybridCapture
-from dflash_offline.extract.runner import Runner, rows
+from dflash_offline.extract.runner import Runner, launches, rows
 from dflash_offline.extract.task import calibrate, run_task
 from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.keys import sample_key
@@ -105,36 +105,41 @@ def runner_of(capture: Any, work: Path) -> Runner:
         captured=shapes.FEATURES,
         capture=capture,
         kernels="",
-        device=torch.device("cuda"),
+        device=torch.device("cuda", torch.cuda.current_device()),
         writer=ThreadPoolExecutor(1),
     )
 
 
 def turn(runner: Runner, work: Path, tasks: list[plan.Task], discard: bool) -> float:
-    """Tokens/s of all tasks but the first, from its end on: a run's beginning and end are not its rate.
+    """Tokens/s of all tasks but the first, from when the device is done with it: a run's beginning is not its rate.
 
-    To durable shards, two tasks in flight as a worker has, or to nothing.
+    To durable shards, two tasks in flight as a worker has, or to nothing. A writer that fell behind would hold the
+    device up: it may not be more than a few rows behind, however many tasks there are.
     """
-    ends: dict[int, float] = {}
-    pending = []
+    ends, pending = [], []
     for number, task in enumerate(tasks):
         if discard:
-            for row in rows(runner, plan.load_task(work, task)):
+            before = None
+            for row in launches(runner, plan.load_task(work, task)):
+                if before is not None:
+                    before.synchronize()
+                before = row.ready
                 del row
-            torch.cuda.synchronize()
-            ends[number] = time.perf_counter()
-            continue
-        future = run_task(runner, work, number, task)
-        future.add_done_callback(lambda _, number=number: ends.update({number: time.perf_counter()}))
-        pending.append(future)
-        if len(pending) > 1:
-            pending.pop(0).result()
-    for future in pending:
-        future.result()
+        else:
+            pending.append(run_task(runner, work, number, task))
+            if len(pending) > 1:
+                pending.pop(0).result()
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+    ends[-1].synchronize()
+    begin = time.perf_counter()
     if not discard:
+        for future in pending:
+            future.result()
+        print(f"the last shard was durable {time.perf_counter() - begin:.2f} s after its states", flush=True)
         for number in range(len(tasks)):
             (work / shard_name(number)).unlink()
-    return sum(task.tokens for task in tasks[1:]) / (ends[len(tasks) - 1] - ends[0])
+    return sum(task.tokens for task in tasks[1:]) / (ends[0].elapsed_time(ends[-1]) / 1e3)
 
 
 def disk_rate(folder: Path) -> float:
@@ -155,7 +160,7 @@ KINDS = {
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
     "delta rule": ("_walk", "chunk_", "recompute_w_u"),
     "convolution and heads": ("_conv_heads", "_rope_heads", "_gates", "_gate_heads"),
-    "norms and residual": ("_add_norm", "_gated_norm"),
+    "norms": ("_norm",),
     "SwiGLU": ("_swiglu",),
     "attention": ("flash", "fmha", "sdpa"),
     "encode": ("_quantise", "_collect"),

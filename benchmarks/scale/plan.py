@@ -40,7 +40,7 @@ class Job:
     """Seconds of a step of one row a GPU, on one GPU."""
     train_scaling: float
     decode_s: float
-    """Thread seconds of reading, decoding and copying a row, with ecsq."""
+    """Thread seconds of reading and decoding a row, with ecsq."""
     fill: float
     """Part of a row that holds tokens."""
     kept: float
@@ -80,6 +80,15 @@ def ring(size: float, ranks: int, bytes_s: float) -> float:
 def projected(one: float, two: float, ranks: int) -> float:
     """Scaling at `ranks`, if what two cost over one grows as the bytes that a ring moves."""
     return one / (one + (two - one) * 2 * (ranks - 1) / ranks)
+
+
+def sharded(step: float, cost: float, optimizer: float, gathered: float, ranks: int, bytes_s: float) -> float:
+    """Scaling at `ranks` where each steps a share: half of a ring's bytes beside the backward pass, then a gather.
+
+    `cost`: of summing everything everywhere on two. `optimizer`: of one GPU. `gathered`: bytes of all rounded weights.
+    """
+    part = (ranks - 1) / ranks
+    return step / (step + cost * part + gathered * part / bytes_s - optimizer * part)
 
 
 def packing(samples: int, mean: float, longest: int) -> tuple[float, float]:
@@ -157,22 +166,34 @@ def trained(job: Job, packed: tuple[float, float], held_out: float) -> str:
     return table(["rows", "full", "cut", "steps", "hours", "tokens/s", "from the disk"], lines)
 
 
-def sums(size: float, one: float, two: float, link: float, network: float) -> str:
-    """All-reduce of the gradients: time on one host, over hosts of eight, and the scaling to expect."""
+def sums(size: float, found: dict[str, float], link: float, network: float) -> str:
+    """Gradients: an all-reduce on one host and over hosts of eight, and the scaling to expect."""
+    one, two = found["one"], found["two"]
     lines = [
-        [f"{n} GPUs", f"{1e3 * ring(size, n, link):.1f}", f"{projected(one, two, n):.3f}" + (" (measured)" * (n == 2))]
+        [
+            f"{n} GPUs",
+            f"{1e3 * ring(size, n, link):.1f}",
+            f"{projected(one, two, n):.3f}" + (" (measured)" * (n == 2)),
+            f"{shares(found, size, n, link):.3f}",
+        ]
         for n in (2, 4, 8)
     ]
     hosts = [
         [f"{n} hosts of 8", f"{1e3 * ring(size, 8 * n, 8 * network):.1f}", f"{1e3 * ring(size, 8 * n, network):.0f}"]
         for n in (2, 4, 8)
     ]
-    head = [f"one host, {link / 1e9:g} GB/s", "ms", "scaling to expect"]
+    head = [f"one host, {link / 1e9:g} GB/s", "ms of an all-reduce", "scaling with it", "scaling in shares"]
     return (
         table(head, lines)
         + "\n"
         + table(["hosts", f"ms, 8 x {network / 1e9:g} GB/s a host", "ms, one such card"], hosts)
     )
+
+
+def shares(found: dict[str, float], size: float, ranks: int, link: float) -> float:
+    """Scaling of the trainer as it is, if a gather reaches 0.8 of the link."""
+    cost = found["two"] - found["one"]
+    return sharded(found["step"], cost, found["optimizer"], size / 2, ranks, 0.8 * link)
 
 
 def read(name: str) -> Any:
@@ -186,11 +207,12 @@ def measured() -> dict[str, float]:
     parts = train["full"], train["published"], pair["published"], pair["2 GPUs"]["published"]
     rows = [row for part in parts for row in part["loader"]]
     return {
-        "extract_rate": median(read("extract/2026-11-30.json")["1 GPU"]["0"]["tokens/s"]["discard"]),
+        "extract_rate": median(read("extract/2026-11-30.json")["1 GPU"]["0"]["tokens/s"]["shards"]),
         "step": train["published"]["step ms"] / 1e3,
         "one": pair["published"]["step ms"] / 1e3,
         "two": pair["2 GPUs"]["published"]["step ms"] / 1e3,
-        "decode": median(sum(row.values()) for row in rows),
+        "optimizer": train["published"]["phases ms"]["optimizer"] / 1e3,
+        "decode": median(row["disk"] + row["decode"] for row in rows),  # the copy also waits for the step's products
     }
 
 
@@ -206,10 +228,10 @@ def main() -> None:
     parser.add_argument("--extract-rate", type=float, help="tokens/s of one GPU")
     parser.add_argument("--extract-scaling", type=float, default=0.97, help="the goal, until it is measured")
     parser.add_argument("--step-ms", type=float, help="of one row on one GPU")
-    parser.add_argument("--train-scaling", type=float, help="default: from two GPUs, growing as a ring's bytes")
+    parser.add_argument("--train-scaling", type=float, help="default: computed, for a sharded optimizer")
     parser.add_argument("--fill", type=float, default=0.92, help="of a row, in the benchmark that timed the step")
     parser.add_argument("--held-out", type=float, default=0.02)
-    parser.add_argument("--disks", type=float, nargs="+", default=[0.5, 0.96, 3.5, 6.8], help="GB/s of writing")
+    parser.add_argument("--disks", type=float, nargs="+", default=[0.5, 1.6, 3.5, 6.8], help="GB/s of writing")
     parser.add_argument("--memory-tb", type=float, default=2)
     parser.add_argument("--bus", type=float, default=50, help="GB/s from the host to a GPU")
     parser.add_argument("--link", type=float, default=450, help="GB/s of NVLink, one way")
@@ -220,7 +242,7 @@ def main() -> None:
     rate, step = found["extract_rate"], found["step"]
     scalings = {
         "extract_scaling": args.extract_scaling,
-        "train_scaling": projected(found["one"], found["two"], args.gpus) if args.gpus > 1 else 1.0,
+        "train_scaling": shares(found, 4 * args.parameters, args.gpus, 1e9 * args.link),
     }
     if args.scale:
         told = json.loads(args.scale.read_text())["summary"]
@@ -244,11 +266,11 @@ def main() -> None:
     print(f"extraction: {job.extract_rate:,.0f} tokens/s x {job.gpus} x {job.extract_scaling:.3f} = {job.made:,.0f}")
     print(f"            {job.extraction_hours():.2f} hours by the GPUs")
     print(f"training: {1e3 * job.step_s:.0f} ms a row, scaling {job.train_scaling:.3f}; {job.read:,.0f} tokens/s")
-    print(f"reading, decoding, copying a row: {job.decode_s:.3f} thread seconds\n")
+    print(f"reading and decoding a row: {job.decode_s:.3f} thread seconds\n")
     speeds = read("codecs/2026-11-29.json")["speed"]
     print(codecs(job, args.disks, 1e12 * args.memory_tb, 1e9 * args.bus, speeds))
     print(trained(job, packing(args.samples, args.mean_tokens, args.longest), args.held_out))
-    print(sums(4 * args.parameters, found["one"], found["two"], 1e9 * args.link, 1e9 * args.network))
+    print(sums(4 * args.parameters, found, 1e9 * args.link, 1e9 * args.network))
 
 
 if __name__ == "__main__":
