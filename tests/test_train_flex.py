@@ -1,10 +1,13 @@
 """The mask written down for flex attention against the plain one."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from dflash_offline.train.feed import slow_shape
 from dflash_offline.train.flex import TILE, block_mask, tiles
 from dflash_offline.train.masks import Blocks, visible
 
@@ -57,3 +60,13 @@ def test_tiles_and_mask_are_those_of_the_plain_mask(size: int, slots: int, windo
 def test_sizes_that_are_no_multiples_are_refused() -> None:
     with pytest.raises(ValueError, match="700 tokens and 1024 slots"):
         tiles(row(16, 700, 1024, 0), 700, None)
+
+
+def test_rows_that_do_not_fit_the_tiles_are_told() -> None:
+    def said(tokens: int, anchors: int, device: str, dtype: torch.dtype = torch.bfloat16) -> str:
+        builder: Any = SimpleNamespace(row_tokens=tokens, row_anchors=anchors, spec=SimpleNamespace(block_size=16))
+        return slow_shape(builder, torch.device(device), dtype)
+
+    assert said(3072, 512, "cuda") == said(3000, 500, "cpu") == ""
+    assert "data.row_tokens 3000, data.row_anchors x model.block_size 8000" in said(3000, 500, "cuda")
+    assert "computing in float32" in said(3072, 512, "cuda", torch.float32)

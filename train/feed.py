@@ -66,3 +66,15 @@ def tensors(row: Row) -> Iterator[Tensor]:
 def tiled(builder: RowBuilder) -> bool:
     """Whether rows have the shape that the fast attention needs."""
     return builder.row_tokens % TILE == 0 and builder.row_anchors * builder.spec.block_size % TILE == 0
+
+
+def slow_shape(builder: RowBuilder, device: torch.device, dtype: torch.dtype) -> str:
+    """What keeps rows on a GPU from the fast attention, in words; "" where nothing does."""
+    if device.type != "cuda" or (dtype == torch.bfloat16 and tiled(builder)):
+        return ""
+    slots = builder.row_anchors * builder.spec.block_size
+    return (
+        f"attention is many times slower than it could be: computing in {str(dtype).removeprefix('torch.')}, "
+        f"data.row_tokens {builder.row_tokens}, data.row_anchors x model.block_size {slots}; "
+        f"expected bfloat16 and multiples of {TILE}"
+    )

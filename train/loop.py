@@ -15,7 +15,7 @@ from dflash_offline.train.checkpoint import Checkpoint
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import first_drafter
-from dflash_offline.train.feed import feed
+from dflash_offline.train.feed import feed, slow_shape
 from dflash_offline.train.flops import work_done
 from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
@@ -74,6 +74,8 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     _status(job, ranks, "running", first=first)
 
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
+    if metrics and (slow := slow_shape(builder, device, dtype)):
+        say(slow)
     rows = feed(builder, dealt, device, dtype, config.data.threads, config.data.rows_ahead)
     reduced = Sums(ranks, state.sums())
     waits = Waits()
