@@ -21,6 +21,7 @@ from dflash_offline.train import checkpoint
 from dflash_offline.train.config import DataConfig as TrainData
 from dflash_offline.train.config import ModelConfig, OptimConfig, SaveConfig, TrainConfig
 from dflash_offline.train.flex import FlexView
+from dflash_offline.train.log import read_metrics
 from dflash_offline.train.loop import train
 from dflash_offline.train.masks import Blocks, KeyValue, View
 
@@ -115,10 +116,10 @@ def test_attention_in_tiles_is_that_of_the_plain_mask(window: int | None) -> Non
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """With the compile cache that the first run filled."""
+    """With the compile cache that the first run filled; and a run is the same twice."""
     cache = make_cache(tmp_path / "cache", chats(40)).path
 
-    def weights(name: str, *ends: int) -> dict[str, torch.Tensor]:
+    def run(name: str, *ends: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
         for end in ends:
             settings = TrainConfig(
                 cache=cache,
@@ -132,7 +133,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
             assert train(settings) == 0
             for step in range(end + 1, 9):  # as if it had been killed before these
                 shutil.rmtree(tmp_path / name / "checkpoints" / f"step-{step:08d}")
-        return checkpoint.newest(tmp_path / name / "checkpoints")[0].load("model.safetensors")  # type: ignore[union-attr]
+        lines = [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)]
+        found = checkpoint.newest(tmp_path / name / "checkpoints")[0]
+        assert found is not None
+        return lines, found.load(checkpoint.MODEL, torch.device("cpu"))
 
-    whole, again = weights("a", 8), weights("b", 3, 8)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    whole, twice, again = run("a", 8), run("b", 8), run("c", 3, 8)
+    for lines, weights in (twice, again):
+        assert lines == whole[0]
+        assert all(torch.equal(whole[1][name], weights[name]) for name in weights)
