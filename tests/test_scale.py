@@ -65,7 +65,12 @@ def test_turns_of_all_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("fails", "cuda:1: ValueError: the second"), ("dies", "cuda:1: ended"), ("hangs", "not done in")]
+    ("how", "said"),
+    [
+        ("fails", "cuda:1: ValueError: the second"),
+        ("dies", "cuda:1: ended"),
+        pytest.param("hangs", "not done in", marks=pytest.mark.slow),
+    ],
 )
 def test_what_fails_is_said_and_what_was_found_is_kept(how: str, said: str, tmp_path: Path) -> None:
     (tmp_path / how).touch()
@@ -106,6 +111,7 @@ def no_cache(folder: str) -> None:
     Path(folder).mkdir()
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts that are not there are left out; extraction that fails does not keep training from running."""
     (program := tmp_path / "trainer.py").write_text(TRAINER)
