@@ -51,11 +51,12 @@ class State:
         """The state before the first step, which computes in `dtype`."""
         freeze(drafter, config)
         # Muon needs whole matrices, and without rounded copies there would be more to gather than to add up.
-        several = ranks is not None and ranks.world > 1
-        shard = several and config.optimizer == "adamw" and dtype != torch.float32
-        gradients = Gradients(drafter, drafter.parts(), ranks.world) if ranks and shard else Gradients(drafter)
+        matrices = any(p.requires_grad and p.ndim > 1 for p in drafter.parameters())
+        shard = matrices and config.optimizer == "adamw" and dtype != torch.float32
+        dealt = ranks if ranks and ranks.world > 1 and shard else None
+        gradients = Gradients(drafter, drafter.parts(), dealt.world) if dealt else Gradients(drafter)
         working = rounded(drafter, dtype)
-        sharded = Sharded(ranks, gradients, working) if ranks and shard else None
+        sharded = Sharded(dealt, gradients, working) if dealt else None
         if sharded:
             stepped: dict[str, Tensor] = {**sharded.stepped(drafter)}
             own = sharded.pieces(working)
