@@ -55,9 +55,9 @@ def test_the_table_is_what_the_runs_say(runs: tuple[Path, ...]) -> None:
 def test_a_result_of_eval_comes_before_what_training_measured(runs: tuple[Path, ...], tmp_path: Path) -> None:
     run = Path(shutil.copytree(runs[0], tmp_path / "run"))
     (run / "eval").mkdir(exist_ok=True)
-    result = {"split": "val", "step": 6, "samples": 9, "tau": 3.25, "tau_interval": [3.0, 3.5]}
+    result = {"own_held_out": True, "step": 6, "samples": 9, "tau": 3.25, "tau_interval": [3.0, 3.5]}
     (run / "eval" / "one.json").write_text(json.dumps(result))
-    (run / "eval" / "two.json").write_text(json.dumps({**result, "split": "train", "step": 9, "tau": 5.0}))
+    (run / "eval" / "two.json").write_text(json.dumps({**result, "own_held_out": False, "step": 9, "tau": 5.0}))
     header, row = table(collect((run,)))
     cells = dict(zip(header, row, strict=True))
     assert (cells["tau"], cells["95 %"], cells["at step"], cells["samples"]) == ("3.250", "3.00-3.50", "6", "9")

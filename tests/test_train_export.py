@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from train_reference import chats, drafter, make_cache, target_tensors
+from train_reference import chats, drafter, make_cache, spec, target_tensors
 from train_runs import call, config_of, settings, snapshot
 
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.tools.report import collect
 from dflash_offline.train import checkpoint, step_end
+from dflash_offline.train.card import measured
 from dflash_offline.train.config import (
     SaveConfig,
 )
 from dflash_offline.train.evaluate import bf16_weights, load_target
 from dflash_offline.train.export import export_drafter, load_drafter, run_drafter
+from dflash_offline.train.folder import read_config
+from dflash_offline.train.hf import from_config, to_config
 from dflash_offline.train.loop import train
 from dflash_offline.train.plan import chosen, held_out
 
@@ -90,6 +94,50 @@ def test_a_drafter_folder_reads_back(tmp_path: Path) -> None:
             load_drafter(tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("window", "change", "message"),
+    [
+        (8, {"dflash_config": {"causal": True}}, "causal = True is not supported; expected no such field"),
+        (8, {"dflash_config": {"causal": False}}, "causal = False is not supported; expected no such field"),
+        (None, {"dflash_config": {"causal": True}}, "causal = True is not supported; expected False"),
+        (None, {"causal": True}, "causal = True is not supported"),
+        (None, {"dflash_config": {"causal": False}, "causal": True}, "causal = True is not supported"),
+        (None, {"is_causal": True}, "is_causal = True is not supported"),
+        (None, {"dflash_config": {"use_swa": True, "swa_window_size": 8}}, "use_swa = True is not supported"),
+        (None, {"use_swa": True}, "use_swa = True is not supported"),
+        (8, {"dflash_config": {"swa_window_size": 9}}, "swa_window_size = 9 is not supported; expected 8"),
+        (None, {"draft_vocab_size": 40}, "draft_vocab_size = 40 is not supported; expected 97"),
+        (None, {"target_hidden_size": 64}, "target_hidden_size = 64 is not supported; expected 32"),
+        (
+            None,
+            {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            r"= \[1, 3, 5\] is not .*; expected \[2, 4, 6\]",
+        ),
+        (None, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25 is not supported"),
+        (None, {"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias = True is not supported"),
+        (None, {"is_neox_style": False}, "is_neox_style = False is not supported; expected True"),
+        (8, {"swa_window_size": 8, "draft_vocab_size": 97, "target_hidden_size": 32, "use_swa": False}, None),
+        (None, {"dflash_config": {"causal": False}, "is_causal": False, "partial_rotary_factor": 1.0}, None),
+        (None, {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, None),
+    ],
+)
+def test_a_config_with_other_arithmetic_is_not_read(
+    window: int | None, change: dict[str, Any], message: str | None
+) -> None:
+    """By vLLM's rules (its files are named in test_train_loaders.py). Automodel writes dflash_config.causal,
+    Model-Optimizer use_swa with causal = false; both leave every tensor as it is, so nothing else would tell. What only
+    says again what is computed is accepted."""
+    made = spec(layers=2, sliding_window=window)
+    config = to_config(made)
+    for name, value in change.items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+    if message is None:
+        assert from_config(config, "d/config.json") == made
+        return
+    with pytest.raises(UsageError, match=rf"^d/config.json: .*{message}.*choose another drafter$"):
+        from_config(config, "d/config.json")
+
+
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(
     cache: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +200,12 @@ def test_eval_asks_for_the_cache_of_the_run(
     error = capsys.readouterr().err
     assert first.fingerprint in error and other.fingerprint in error
     assert call("eval", "--run-dir", mine, "--cache", other.path, monkeypatch=monkeypatch) == 0
+    # Beside the run's own results, and in no report or card.
+    (path,) = (mine / "eval").glob("*.json")
+    result, fraction = json.loads(path.read_text()), read_config(mine).data.val_fraction
+    assert path.name == f"step-{result['step']:08d}-val-{other.fingerprint[:8]}-{fraction:g}.json"
+    assert f"on {result['samples']} held-out" not in measured(mine, result["step"])[0]
+    assert collect((mine,))[0].shown["by"] == "training"
     for name, field in (("vocab_size", 98), ("num_hidden_layers", 9)):
         made = make_cache(tmp_path / name, chats(20, seed=2), **{name: field}).path
         assert call("eval", "--run-dir", mine, "--cache", made, monkeypatch=monkeypatch) == 2

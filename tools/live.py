@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,12 @@ def live(config: Live) -> int:
     else:
         prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in picked]
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    target = LiveTarget(config.target or cache.caches[0].manifest.target["path"], ours.spec.layer_ids, device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
+    path = config.target or cache.caches[0].manifest.target["path"]
+    if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise UsageError(f"{path}: not a target: no such folder; expected the target's in --target, or a Hub name")
+    target = LiveTarget(path, ours.spec.layer_ids, device)
     shared = load_target(cache, torch.device(device), target.model.dtype)
     _check_same(target, shared, cache)
     rounded = bf16_weights(ours, torch.device(device))
@@ -141,11 +147,13 @@ def told(found: Comparison) -> dict[str, Any]:
 
 def table(found: dict[str, Comparison], recorded: bool) -> str:
     """Comparisons for people."""
-    lines = []
+    lines = [] if recorded else ["responses decoded here, as those of the cache are not greedy or not asked for"]
     for mode, part in found.items():
         lines += [
             f"{mode}: {part.samples} prompts, {part.steps} steps compared",
-            f"  tau          {part.tau_offline:.4f} offline, {part.tau_live:.4f} live",
+            f"  tau          {part.tau_offline:.4f} offline, {part.tau_live:.4f} live"
+            if part.steps
+            else "  tau          -",
             f"  steps apart  {part.near_ties} near ties of the draft, {len(part.bugs)} otherwise",
         ]
         if recorded:

@@ -163,7 +163,7 @@ def _evaluated(path: Path) -> dict[str, Any]:
     for file in (path / "eval").glob("*.json"):
         try:
             result = json.loads(file.read_text())
-            if result["split"] == "val":
+            if result["own_held_out"]:  # not of another cache, or of another part
                 results.append((result["step"], result["samples"], {**result, "by": "eval"}))
         except (ValueError, KeyError, TypeError):
             raise CorruptError(f"{file}: is no result of `dflash-train eval`; remove it") from None

@@ -76,7 +76,8 @@ def serve(spec: DrafterSpec, target: str, name: str) -> list[str]:
 def measured(run: Path, step: int) -> list[str]:
     """What `dflash-train eval`, or else training itself, found of this step."""
     found = [json.loads(p.read_text()) for p in sorted((run / "eval").glob(f"step-{step:08d}-val*.json"))]
-    if found:
+    # Not of another cache, or of another part held out.
+    if found := [result for result in found if result.get("own_held_out")]:
         best = max(found, key=lambda result: result["samples"])
         return _tau(best) + ([f"Note: {best['note']}."] if best.get("note") else [])
     for entry in read_metrics(run):

@@ -304,10 +304,10 @@ class EvalConfig:
     """Bootstrap resamples for the interval."""
     seed: int = 0
     """Of the bootstrap."""
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """Where to compute. The CPU computes in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: on a GPU where there is one. The CPU computes in float32."""
     out: Path | None = None
-    """JSON file to write; None: RUN/eval/step-N.json, or DRAFTER/eval.json."""
+    """JSON file to write; None: RUN/eval/step-N-SPLIT.json and the like, or DRAFTER/eval.json."""
 
     def __post_init__(self) -> None:
         _finite("", self)

@@ -40,8 +40,6 @@ def evaluate(config: EvalConfig) -> int:
     """The command."""
     with parallel.connect(config.device) as ranks:
         drafter, step = _drafter(config)
-        out = config.out or _default_out(config, step)
-        _check_out(out)
         run = read_config(config.run_dir) if config.run_dir else None
         paths = [config.cache] if config.cache else [run.cache, *run.data.caches] if run else []
         cache = Mix(paths)
@@ -54,6 +52,10 @@ def evaluate(config: EvalConfig) -> int:
                 f"val_fraction = {val_fraction}: the run held out only {run.data.val_fraction} and trained on "
                 "the rest; train anew with a larger --data.val-fraction"
             )
+        # What a report and a model card may say of the run.
+        own = run is not None and config.cache is None and val_fraction == run.data.val_fraction
+        out = config.out or _default_out(config, step, "" if own else f"-{cache.fingerprint[:8]}-{val_fraction:g}")
+        _check_out(out)
         where = ", ".join(map(str, paths))
         val = held_out(cache.prompt_keys, val_fraction)
         trained = ~val & chosen(cache.keys, run.data.fraction) if run else ~val
@@ -74,6 +76,8 @@ def evaluate(config: EvalConfig) -> int:
             "step": step,
             "cache": where,
             "split": config.split,
+            "own_held_out": own and config.split == "val",
+            "trained_on": int(trained[numbers].sum()) if run else None,
             "generation": cache.generation,
             "note": None if greedy else NOT_GREEDY.format(cache.generation),
             **summary(counts, config.resamples, config.seed),
@@ -117,7 +121,10 @@ def speedup(tau: float, draft_ms: float, verify_ms: float, target_ms: float) -> 
 def table(result: dict[str, Any]) -> str:
     """A result for people."""
     low, high = result["tau_interval"]
+    step, seen = result.get("step"), result.get("trained_on")
     lines = [
+        f"{result['drafter']}{'' if step is None else f', step {step}'}: {result['split']} samples of {result['cache']}"
+        + (f", {seen} of them trained on" if seen else ""),
         f"tau            {result['tau']:.3f}   (95 % of resampled sets: {low:.3f} to {high:.3f})",
         f"tau, uniform   {result['tau_uniform']:.3f}   (over all anchors, not those that serving lands on)",
         f"samples {result['samples']}, steps {result['steps']}, tokens {result['tokens']}",
@@ -171,12 +178,13 @@ def _drafter(config: EvalConfig) -> tuple[Drafter, int | None]:
     return run_drafter(config.run_dir, config.step, config.best)
 
 
-def _default_out(config: EvalConfig, step: int | None) -> Path:
+def _default_out(config: EvalConfig, step: int | None, other: str) -> Path:
+    """`other` tells samples that are not the run's own from those that are."""
     if config.drafter is not None:
         return config.drafter / "eval.json"
     assert config.run_dir is not None and step is not None
     count = f"-{config.samples}" if config.samples else ""
-    return config.run_dir / "eval" / f"step-{step:08d}-{config.split}{count}.json"
+    return config.run_dir / "eval" / f"step-{step:08d}-{config.split}{count}{other}.json"
 
 
 def _check_out(out: Path) -> None:

@@ -19,7 +19,7 @@ from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.folder import refuse_changes
 from dflash_offline.train.job import prepare
 from dflash_offline.train.sweep_config import FREE, Method, SweepConfig
-from dflash_offline.train.sweep_space import Dimension, flat, read_space
+from dflash_offline.train.sweep_space import SET_HERE, Dimension, flat, read_space
 
 if TYPE_CHECKING:
     import optuna
@@ -77,9 +77,10 @@ def prepare_sweep(config: SweepConfig) -> Setup:
 def _claim(config: SweepConfig, base: TrainConfig, cache: str) -> None:
     """Make the folder that of these settings, or check that it is."""
     folder = config.sweep_dir
+    free = ("cache", "log_every", "trackers", *SET_HERE)
     fixed = {
         **{n: v for n, v in unstructure(config).items() if n not in FREE},
-        "base": {n: v for n, v in unstructure(base).items() if n not in ("cache", "run_dir", "log_every", "trackers")},
+        **{f"base.{n}": v for n, v in flat(unstructure(base)) if n not in free},
         "cache_fingerprint": cache,
     }
     now = dict(flat(fixed))
