@@ -12,7 +12,7 @@ import pytest
 from train_runs import settings
 
 from dflash_offline import tools
-from dflash_offline.shards.errors import UsageError
+from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.tools.cli import main
 from dflash_offline.tools.config import Report
 from dflash_offline.tools.report import collect, report, table, varied
@@ -147,3 +147,20 @@ def test_a_run_without_a_step_has_a_row(runs: tuple[Path, ...], tmp_path: Path) 
     assert "1 training run<" in (tmp_path / "a.html").read_text()
     with pytest.raises(UsageError, match="no run has a step yet"):
         report(Report(runs=(run,), png=tmp_path / "a.png"))
+
+
+def test_trials_without_a_run_have_a_row(runs: tuple[Path, ...], tmp_path: Path) -> None:
+    (tmp_path / "trials" / "notes").mkdir(parents=True)
+    shutil.copytree(runs[0], tmp_path / "trials" / "000")
+    for name in ("base.toml", "sweep.toml", "trials/notes/config.toml"):
+        shutil.copy(runs[0] / "config.toml", tmp_path / name)
+    row = {"number": 1, "state": "failed", "error": ["no layer 7"], "settings": {"optim.lr": 0.5}}
+    (tmp_path / "trials.json").write_text(json.dumps([{"number": 0, "state": "complete"}, row]))
+    header, *rows = table(collect((tmp_path,)))
+    assert [(r[0], r[1]) for r in rows] == [("000", "finished"), ("001", "failed")]
+    assert header[10:] == ["optim.lr"] and rows[1][10] == "0.5" and collect((tmp_path,))[1].error == "no layer 7"
+    (tmp_path / "trials.json").write_text("[{")
+    with pytest.raises(CorruptError, match=r"trials.json: is no table of a sweep; remove it"):
+        collect((tmp_path,))
+    with pytest.raises(UsageError, match="its folder does not exist"):
+        report(Report(runs=runs, png=tmp_path / "none" / "a.png"))

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.shards.command import load_toml
 from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import read_json
 from dflash_offline.tools.config import Report
+from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.folder import CONFIG, FREE, STATUS, read_config, settings
 from dflash_offline.train.log import read_metrics
 from dflash_offline.train.sweep_trial import best
@@ -56,6 +58,9 @@ class Run:
 
 def report(args: Report) -> int:
     """The command."""
+    for path in (args.html, args.png):
+        if path and not path.parent.is_dir():
+            raise UsageError(f"{path}: its folder does not exist; choose another name")
     runs = collect(args.runs)
     if args.html or args.png:
         from dflash_offline.tools import report_page
@@ -118,17 +123,36 @@ def table(runs: list[Run]) -> list[list[str]]:
 
 def _runs(path: Path) -> Iterator[Run]:
     if (path / "sweep.toml").is_file():
-        try:
-            trials = {row["number"]: row for row in json.loads((path / "trials.json").read_text())}
-        except FileNotFoundError:
-            trials = {}
+        trials = _trials(path / "trials.json")
         for folder in sorted((path / "trials").glob("*/")):
-            if (folder / CONFIG).is_file():
-                yield _run(folder, trials.get(int(folder.name), {}))
+            if folder.name.isdigit() and (folder / CONFIG).is_file():
+                yield _run(folder, trials.pop(int(folder.name), {}))
+        # What is left has no run: most often its settings were refused.
+        for number, trial in sorted(trials.items()):
+            base = settings(load_toml(TrainConfig, path / "base.toml"), SILENT)
+            yield Run(
+                name="",
+                path=path / "trials" / f"{number:03d}",
+                settings=base | trial["settings"],
+                state=trial["state"],
+                error=(trial.get("error") or [""])[-1],
+                lines=[],
+                shown={},
+            )
     elif (path / CONFIG).is_file():
         yield _run(path, {})
     else:
         raise UsageError(f"{path}: no {CONFIG} or sweep.toml; expected a folder of `dflash-train run` or `sweep`")
+
+
+def _trials(path: Path) -> dict[int, dict[str, Any]]:
+    """Rows of a sweep's table by number."""
+    try:
+        return {row["number"]: row for row in json.loads(path.read_text())}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        raise CorruptError(f"{path}: is no table of a sweep; remove it, and rerun the sweep to have it again") from None
 
 
 def _run(path: Path, trial: dict[str, Any]) -> Run:
