@@ -6,9 +6,11 @@ The rules were read in the servers' sources; each test names the file. Commits: 
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,8 +234,17 @@ def test_the_whole_head_is_rotated(exported: Exported) -> None:
         ({"vocab_size": 92}, "vocab_size is 92, expected 97"),
         ({"sliding_window": 9}, "sliding_window is 9, expected 8"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types is"),
-        ({"is_causal": True}, "has is_causal"),
+        ({"is_causal": True}, "has is_causal = True"),
         ({"dtype": "float32"}, "dtype is float32"),
+        ({"torch_dtype": "float16"}, "has torch_dtype = float16"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True, expected False"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, r"has eagle_aux_hidden_state_layer_ids = \[1, 3, 5\]"),
+        ({"target_layer_ids": [1, 3, 5]}, r"has target_layer_ids = \[1, 3, 5\]"),
+        ({"use_swa": True}, "has use_swa"),
+        ({"dflash_config": {"mask_token_id": 92, "target_layer_ids": [1, 3, 5], "causal": False}}, "dflash_config is"),
+        ({"target_hidden_size": 32}, "has target_hidden_size"),
+        ({"draft_vocab_size": 97}, "has draft_vocab_size"),
+        ({"rms_norm_eps": 1e-2}, "rms_norm_eps is 0.01"),
     ],
 )
 def test_a_config_that_disagrees_is_refused(
@@ -246,6 +257,70 @@ def test_a_config_that_disagrees_is_refused(
     (tmp_path / "d" / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(RunError, match=f"do not serve it: config.json: .*{message}"):
         check_export(tmp_path / "d", run_drafter(run, None)[0], Mix([cache]))
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def export(exported: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`dflash-train export` with flags; its exit code and what it printed."""
+
+    def exporting(*flags: object, run: Path = exported[1]) -> tuple[int, str, str]:
+        code = call("export", "--run-dir", run, *flags, monkeypatch=monkeypatch)
+        return code, *capsys.readouterr()
+
+    return exporting
+
+
+def test_a_folder_that_is_there_is_checked_and_not_written(exported: Exported, export: Call, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported[2], tmp_path / "d"))
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
+    code, out, _ = export("--out", folder, "--check")
+    assert code == 0 and f"{folder}: checked, not written; it is step 6" in out and "drafts the same" in out
+    code, _, error = export("--out", folder, "--check", "--step", 2)
+    assert code == 1 and "dflash drafts other tokens" in error and "compared with step 2 of" in error
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
+    code, _, error = export("--out", folder)
+    assert code == 2 and "exists; expected a new folder" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "message"),
+    [
+        ("config.json", None, 2, "config.json: no such file; expected an exported folder, or a new --out"),
+        ("model.safetensors", None, 2, "model.safetensors: no such file; expected an exported folder"),
+        ("config.json", b'{"a', 1, "config.json: not valid JSON"),
+        ("config.json", b"\xff", 1, "config.json: not valid JSON"),
+        ("config.json", b"[]", 1, "config.json: is a list, expected an object"),
+        ("model.safetensors", 5000, 1, "model.safetensors: cut or no safetensors file"),
+        ("model.safetensors", 4, 1, "model.safetensors: cut or no safetensors file"),
+        ("model-00002.safetensors", b"", 1, "model-00002.safetensors: more weights"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(
+    name: str, content: Any, code: int, message: str, exported: Exported, export: Call, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(exported[2], tmp_path / "d")) / name
+    if content is None:
+        path.unlink()
+    elif isinstance(content, int):
+        os.truncate(path, content)
+    else:
+        path.write_bytes(content)
+    found, out, error = export("--out", tmp_path / "d", "--check")
+    assert (found, out, error.count("\n")) == (code, "", 1) and message in error
+
+
+def test_checkpoints_that_were_tidied_away_are_told_so(exported: Exported, export: Call, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(exported[1], tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    for flags in ((), ("--step", 2), ("--best", True)):
+        code, _, error = export("--out", tmp_path / "d", *flags, run=run)
+        assert code == 2 and "none left of the 6 steps" in error and "unless keep_checkpoints = true" in error
+    assert export("--out", tmp_path / "d", "--step", 0, run=run)[0] == 0
+    (run / "metrics.jsonl").unlink()
+    assert "no checkpoint yet" in export("--out", tmp_path / "e", run=run)[2]
 
 
 def test_weights_of_another_step_are_found_out(exported: Exported) -> None:

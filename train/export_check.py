@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.keys import eligible_anchors
 from dflash_offline.train.evaluate import bf16_weights, load_target
+from dflash_offline.train.export import CONFIG, WEIGHTS
+from dflash_offline.train.hf import to_config
 from dflash_offline.train.masks import Blocks
 from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import Drafter, Target, block_inputs
@@ -40,9 +42,14 @@ def require_client() -> None:
 
 
 def check_export(folder: Path, drafter: Drafter, cache: Mix) -> str:
-    """One line on what was compared. Raises RunError with the first fault; the folder is then not to be served."""
-    config = json.loads((folder / "config.json").read_text())
-    faults = list(config_faults(config, drafter, cache)) or list(tensor_faults(folder / "model.safetensors", config))
+    """One line on what was compared.
+
+    Raises UsageError where `folder` is no exported one, RunError with the first fault; it is then not to be served.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder / name}: no such file; expected an exported folder, or a new --out")
+    faults, said = _read_faults(folder, drafter, cache), ""
     if not faults:
         faults, said = _client_faults(folder, drafter, cache)
     if faults:
@@ -50,12 +57,33 @@ def check_export(folder: Path, drafter: Drafter, cache: Mix) -> str:
     return said
 
 
+def _read_faults(folder: Path, drafter: Drafter, cache: Mix) -> list[str]:
+    """What the files themselves say. Weights are looked at once the config is right: it says how they should be."""
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        return [f"{CONFIG}: not valid JSON: {error}, export again"]
+    if not isinstance(config, dict):
+        return [f"{CONFIG}: is a {type(config).__name__}, expected an object, export again"]
+    # vLLM loads every file of weights that it finds.
+    faults = [
+        f"{path.name}: more weights, expected only {WEIGHTS}; remove it"
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and path.name != WEIGHTS
+    ]
+    faults += config_faults(config, drafter, cache)
+    try:
+        return faults or list(tensor_faults(folder / WEIGHTS, config))
+    except SafetensorError as error:
+        return [f"{WEIGHTS}: cut or no safetensors file: {error}, export again"]
+
+
 def config_faults(config: dict[str, Any], drafter: Drafter, cache: Mix) -> Iterator[str]:
     """What config.json says against the cache's target and the drafter."""
     spec, target = drafter.spec, cache.target_config
     theta = float((target.get("rope_parameters") or {}).get("rope_theta") or target["rope_theta"])
     sliding = "sliding_attention" in spec.layer_types
-    expected = {
+    expected = to_config(spec) | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": spec.block_size,
@@ -80,10 +108,9 @@ def config_faults(config: dict[str, Any], drafter: Drafter, cache: Mix) -> Itera
     for name, wanted in expected.items():
         if name not in config or config[name] != wanted:
             yield f"config.json: {name} is {config.get(name)}, expected {wanted}"
-    # Servers read some of these wherever they stand; training rotates the whole head.
-    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "auto_map", "is_causal"):
-        if name in config:
-            yield f"config.json: has {name}; expected none, the drafter does not compute so"
+    # Servers and clients read many more, wherever they stand: vLLM alone has two for the layers, three for the windows.
+    for name in sorted({*config} - {*expected}):
+        yield f"config.json: has {name} = {config[name]}, which an export does not; expected none, remove it"
     if missing := [i for i in spec.layer_ids if i not in cache.layer_ids]:
         yield f"config.json: target_layer_ids has {missing}, which the cache does not have: {list(cache.layer_ids)}"
     facts = cache.tokenizer_facts

@@ -10,15 +10,24 @@ from dflash_offline.shards.errors import UsageError
 from dflash_offline.train.spec import DrafterSpec, rope_theta
 
 ARCHITECTURE = "DFlashDraftModel"
-# Fields that switch on arithmetic this drafter does not have, with the values that leave it off.
+# Fields that switch on arithmetic this drafter does not have, with the values that leave it off. Servers read some of
+# them at the top, some in dflash_config, some in rope_parameters; here they are refused wherever they stand.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_swa_attention_sink_bias": (None, False),
     "attention_bias": (None, False),
+    "attention_sink_bias": (None, False),
     "final_logit_softcapping": (None, 0),
     "hidden_act": (None, "silu"),
     "input_embedding_scale": (None, 1),
-    "is_causal": (None,),
+    "is_neox_style": (None, True),
+    "logit_scale": (None, 1),
+    "mrope_section": (None,),
     "output_multiplier": (None, 1),
+    "partial_rotary_factor": (None, 1),
     "rope_scaling": (None,),
+    "rope_type": (None, "default"),
+    "use_aux_hidden_state": (None, True),
+    "use_swa": (None, False),
 }
 _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "block_size", "vocab_size")
 
@@ -75,11 +84,6 @@ def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
 
     if (architectures := config.get("architectures")) != [ARCHITECTURE]:
         raise UsageError(f"{where}: architectures is {architectures}; expected ['{ARCHITECTURE}']")
-    for name, neutral in _NEUTRAL.items():
-        if (value := nested.get(name, config.get(name))) not in neutral:
-            raise UsageError(f"{where}: {name} = {value} is not supported; expected {neutral[-1]}")
-    if (kind := (config.get("rope_parameters") or {}).get("rope_type", "default")) != "default":
-        raise UsageError(f"{where}: rope_type = {kind} is not supported; expected default")
     layers, heads = get("num_hidden_layers"), get("num_attention_heads")
     layer_types = tuple(config.get("layer_types") or ("full_attention",) * layers)
     sliding = "sliding_attention" in layer_types
@@ -104,12 +108,35 @@ def from_config(config: Mapping[str, Any], where: str) -> DrafterSpec:
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),
     )
+    for name, neutral in (_NEUTRAL | _neutral_for(spec)).items():
+        for place in (nested, config, config.get("rope_parameters") or {}):
+            if (value := place.get(name)) not in neutral:
+                expected = "no such field" if neutral[-1] is None else neutral[-1]
+                raise UsageError(
+                    f"{where}: {name} = {value} is not supported; expected {expected}; "
+                    "its weights were learnt with other arithmetic, choose another drafter"
+                )
     for name in _SIZES:
         if not isinstance(value := getattr(spec, name), int) or value < 1:
             raise UsageError(f"{where}: {name} = {value!r}; expected a whole number above 0")
     if not 0 <= spec.mask_token_id < spec.vocab_size:
         raise UsageError(f"{where}: mask_token_id = {spec.mask_token_id} is not below vocab_size = {spec.vocab_size}")
     return spec
+
+
+def _neutral_for(spec: DrafterSpec) -> dict[str, tuple[Any, ...]]:
+    """Fields that say again, or otherwise, what a drafter of `spec` computes, as vLLM reads them."""
+    slides = {kind == "sliding_attention" for kind in spec.layer_types}
+    causal = (None, *slides) if len(slides) == 1 else (None,)  # one value for all layers
+    return {
+        "is_causal": causal,
+        "causal": causal,
+        "swa_window_size": (None, spec.sliding_window),
+        "draft_vocab_size": (None, spec.vocab_size),
+        "target_hidden_size": (None, spec.hidden_size),
+        # Taken before target_layer_ids and as it is: counted from the embedding.
+        "eagle_aux_hidden_state_layer_ids": (None, [], [i + 1 for i in spec.layer_ids]),
+    }
 
 
 def _default_layers(config: Mapping[str, Any]) -> list[int]:
