@@ -344,7 +344,7 @@ class ExportConfig:
     best: bool = False
     """Use the kept checkpoint with the highest held-out tau."""
     out: Path = Path("drafter")
-    """New folder to write."""
+    """New folder to write; with check, one that is there is read and not written."""
     check: bool = False
     """Load the folder back with the PyPI package dflash, and compare it with the cache and the trainer's own drafts."""
     cache: Path | None = None
