@@ -31,15 +31,16 @@ THREADS = 4
 class Encoder:
     """Encodes rows for one device."""
 
-    def __init__(self, codec: Calibrated) -> None:
-        """`codec` is on the states' device."""
-        self._codec = codec
-        self._pool = ThreadPoolExecutor(THREADS if codec.device.type == "cuda" else 1)
+    def __init__(self, codec: Calibrated, device: torch.device) -> None:
+        self._device, on_gpu = device, device.type == "cuda"
+        # Copied beside the forwards as well: in their queue it would wait for all that were begun.
+        with self.beside():
+            self._codec = codec.to(device)
+        self._pool = ThreadPoolExecutor(THREADS if on_gpu else 1)
 
     def beside(self) -> AbstractContextManager[Any]:
         """Within it the device's work is queued beside the forwards; its states must be there already."""
-        device = self._codec.device
-        return torch.cuda.stream(_queue(device)) if device.type == "cuda" else nullcontext()
+        return torch.cuda.stream(_queue(self._device)) if self._device.type == "cuda" else nullcontext()
 
     def __call__(
         self, states_PLD: Tensor, lengths: Sequence[int], last_ND: Tensor | None, counts: Sequence[int]

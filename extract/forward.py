@@ -51,9 +51,8 @@ class Capture:
             self._kept.clear()
 
     def _forward(self, ids_BT: Tensor, positions_BT: Tensor) -> None:
-        self._model(
-            input_ids=ids_BT.to(self._device, torch.long), position_ids=positions_BT.to(self._device), use_cache=False
-        )
+        ids_BT, positions_BT = (kernels.sent(x.contiguous(), self._device) for x in (ids_BT, positions_BT))
+        self._model(input_ids=ids_BT.long(), position_ids=positions_BT, use_cache=False)
 
     def _stack(self) -> Tensor:
         """bf16 [B, T, L, D] in the order of the layer list."""

@@ -270,8 +270,12 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
             said = now
             send(None)
 
-    while True:
+    # After an error of its own a device may fail at everything until a new process opens it.
+    broken = threading.Event()
+    while not broken.is_set():
         try:
+            if not connection.poll(0.5):
+                continue
             number: int = connection.recv()
         except (EOFError, ConnectionError):
             return
@@ -283,17 +287,30 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
                 send(Report(number=number, kernels=runner.kernels, probe=runner.probe))
             else:
                 done = run_task(runner, job.cache, number, job.plan.tasks[number])
-                done.add_done_callback(partial(_tell, send, number, runner, device))
+                done.add_done_callback(partial(_tell, send, number, runner, device, broken))
         except Exception as error:  # whatever it was, the parent must hear of it and may try again
             send(failure(number, error, device))
-            if device.startswith("cuda") and not isinstance(error, OSError):
-                if runner is not None:
-                    runner.writer.shutdown()
-                return  # after an error of its own a device may fail at everything until a new process opens it
+            if _of_device(error, device):
+                broken.set()
+    if runner is not None:
+        runner.writer.shutdown()
 
 
-def _tell(send: Callable[[Report], None], number: int, runner: "Runner", device: str, done: Future[Done]) -> None:
+def _of_device(error: BaseException, device: str) -> bool:
+    return device.startswith("cuda") and not isinstance(error, OSError)
+
+
+def _tell(
+    send: Callable[[Report], None],
+    number: int,
+    runner: "Runner",
+    device: str,
+    broken: threading.Event,
+    done: Future[Done],
+) -> None:
     if error := done.exception():
+        if _of_device(error, device):
+            broken.set()
         send(failure(number, error, device))
     else:
         send(Report(number=number, done=done.result(), kernels=runner.kernels, probe=runner.probe))

@@ -122,11 +122,11 @@ def _object(config: ExtractConfig, message: str) -> None:
 def memory_need(config: ExtractConfig, target: Target, layers: Sequence[int], device: torch.device) -> int:
     """Bytes of weights and of a row's activations, the states on their way to the disk among them; an estimate.
 
-    Activations per token: about 4 MLP widths and 12 hidden widths live at once, and three times what is captured.
+    Activations per token: about 4 MLP widths and 12 hidden widths live at once, and five times what is captured.
     """
     c, dtype = target.config, compute_dtype(config, device)
     captured = [*layers, *([c.num_hidden_layers - 1] if config.last_hidden else [])]
-    token = dtype.itemsize * (4 * c.intermediate_size + 12 * c.hidden_size) + 6 * len(captured) * c.hidden_size
+    token = dtype.itemsize * (4 * c.intermediate_size + 12 * c.hidden_size) + 10 * len(captured) * c.hidden_size
     return loaded_bytes(target, max(captured), dtype) + token * config.token_budget + _CONTEXT
 
 

@@ -3,9 +3,13 @@
 Legend: P tokens of a row, L layers, D hidden, N positions of the last hidden state.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,32 @@ from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
 from dflash_offline.extract.target import Target, load_decoder, open_target
 from dflash_offline.shards.keys import last_positions
+
+_PATIENCE = 120.0
+"""Seconds for the rows before one that did not fit to be written."""
+
+
+class Alive:
+    """How many rows of states exist, of all tasks in flight."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, threading.Condition()
+
+    def count(self, row: "Launched") -> "Launched":
+        """Count `row` until nobody has it any more, whatever becomes of its task."""
+        self._add(1)
+        weakref.finalize(row, self._add, -1)
+        return row
+
+    def below(self, limit: int, seconds: float) -> bool:
+        """Wait for so long until there are fewer than `limit`; whether there are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._count < limit, seconds)
+
+    def _add(self, rows: int) -> None:
+        with self._changed:
+            self._count += rows
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +70,7 @@ class Runner:
     probe: dict[str, list[float]] = field(default_factory=dict)
     """What checks.probe found."""
     watch: Watch = field(default_factory=Watch)
+    alive: Alive = field(default_factory=Alive)
     beat: Callable[[], None] = lambda: None
     """Called for every row that is done: computed, or written."""
 
@@ -92,6 +123,9 @@ def make_runner(
     beat: Callable[[], None] = lambda: None,
 ) -> Runner:
     """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
+    if device.type == "cuda":
+        # Triton's kernels and events go to the thread's current device, whatever tensors they are given.
+        torch.cuda.set_device(device.index or 0)
     used = kernels.install(target.model_type, device, config.allow_slow)
     packed = config.batching == "packed"
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
@@ -125,27 +159,29 @@ def compute_dtype(config: ExtractConfig, device: torch.device) -> torch.dtype:
 
 def rows(runner: Runner, samples: Sequence[Planned]) -> Iterator[Row]:
     """The states of all samples in order, a row at a time."""
-    for launched in launches(runner, samples):
-        yield finished(runner, launched)
+    yield from map(partial(finished, runner), launches(runner, samples))
 
 
 def launches(runner: Runner, samples: Sequence[Planned]) -> Iterator[Launched]:
     """The rows of all samples in order. On a GPU each is only begun, so that the next can be begun behind it."""
     lengths = [len(s.input_ids) for s in samples]
     for group in batches(lengths, runner.config.token_budget, runner.config.batching == "padded"):
-        for members, states_PLD in _states(runner, [samples[n] for n in group]):
-            runner.beat()
-            if states_PLD is None:
-                yield Launched(samples=members, states_PLD=None)
-                continue
-            # One pass without a copy of the states.
-            finite_P = torch.isfinite(torch.linalg.vector_norm(states_PLD, torch.inf, dim=(1, 2)))
-            ready: Any = None
-            if finite_P.is_cuda:
-                finite_P = torch.empty(finite_P.shape, dtype=torch.bool, pin_memory=True).copy_(finite_P, True)
-                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                ready.record()
-            yield Launched(samples=members, states_PLD=states_PLD, finite_P=finite_P, ready=ready)
+        # Nothing here keeps a row that was given away.
+        yield from starmap(partial(_begun, runner), _states(runner, [samples[n] for n in group]))
+
+
+def _begun(runner: Runner, samples: list[Planned], states_PLD: Tensor | None) -> Launched:
+    runner.beat()
+    if states_PLD is None:
+        return Launched(samples=samples, states_PLD=None)
+    # One pass without a copy of the states.
+    finite_P = torch.isfinite(torch.linalg.vector_norm(states_PLD, torch.inf, dim=(1, 2)))
+    ready: Any = None
+    if finite_P.is_cuda:
+        finite_P = torch.empty(finite_P.shape, dtype=torch.bool, pin_memory=True).copy_(finite_P, True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+    return runner.alive.count(Launched(samples=samples, states_PLD=states_PLD, finite_P=finite_P, ready=ready))
 
 
 def finished(runner: Runner, row: Launched) -> Row:
@@ -163,18 +199,25 @@ def finished(runner: Runner, row: Launched) -> Row:
 
 def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Planned], Tensor | None]]:
     """bf16 [P, L, D] of the samples; those that do not fit are halved, a sample that does not fit has None."""
-    try:
-        states_PLD: Tensor | None = runner.capture([torch.from_numpy(s.input_ids) for s in samples])
-    except torch.OutOfMemoryError:
-        states_PLD = None
-    if states_PLD is None and len(samples) > 1:
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+    # A row that does not fit beside those before it may fit alone.
+    found = _captured(runner, samples) or (runner.alive.below(1, _PATIENCE) and _captured(runner, samples))
+    if not found and len(samples) > 1:
         half = len(samples) // 2
         yield from _states(runner, samples[:half])
         yield from _states(runner, samples[half:])
     else:
-        yield samples, states_PLD
+        yield samples, found.pop() if found else None
+
+
+def _captured(runner: Runner, samples: list[Planned]) -> list[Tensor]:
+    """The states, to be taken out by whoever wants them; nothing where they do not fit."""
+    try:
+        return [runner.capture([torch.from_numpy(s.input_ids) for s in samples])]
+    except torch.OutOfMemoryError:
+        pass
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return []
 
 
 def _sound(runner: Runner, samples: list[Planned], states_PLD: Tensor, finite_P: NDArray[np.bool_]) -> Row:

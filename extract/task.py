@@ -4,8 +4,8 @@ A finished shard whose trailer carries the task's hash is left alone, so running
 """
 
 import json
-import threading
 import time
+import traceback
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from dflash_offline.shards.writer import ShardWriter
 
 CALIBRATION_TOKENS = 4096
 ROWS_AHEAD = 3
-"""Rows of a task begun but not yet written; bounds the memory of a worker."""
+"""Rows whose states exist at one time: computed, waiting, and being encoded. Bounds the memory of a worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,6 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
     width = runner.capture.hidden_size
     codec = calibration.read(cache, info, len(runner.layers), width, runner.config.last_hidden)
     inbox: SimpleQueue[Launched | BaseException | None] = SimpleQueue()
-    room = threading.Semaphore(ROWS_AHEAD - 1)
     writer = ShardWriter(
         path,
         task=task.hash,
@@ -100,13 +99,13 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
         last_hidden=runner.config.last_hidden,
         body=roots.choose(runner.config.roots, cache, path.name),
     )
-    done = runner.writer.submit(_write, runner, codec, writer, path, inbox, room)
+    done = runner.writer.submit(_write, runner, codec, writer, path, inbox)
     end: BaseException | None = None
     try:
         for launched in launches(runner, load_task(cache, task)):
             inbox.put(launched)
             del launched  # whoever writes it decides how long its states are kept
-            while not room.acquire(timeout=0.5):
+            while not runner.alive.below(ROWS_AHEAD, 0.5):
                 if done.done():
                     return done  # it failed; its future says why
     except BaseException as error:
@@ -114,6 +113,8 @@ def run_task(runner: Runner, cache: Path, number: int, task: Task) -> Future[Don
         raise
     finally:
         inbox.put(end)
+        if end is not None:
+            done.exception()  # an attempt that follows writes under the same name
     return done
 
 
@@ -146,12 +147,27 @@ def _write(
     writer: ShardWriter,
     path: Path,
     inbox: "SimpleQueue[Launched | BaseException | None]",
-    room: threading.Semaphore,
 ) -> Done:
     """Append rows as they come; an error instead of the end leaves no shard."""
+    try:
+        return _written(runner, codec, writer, path, inbox)
+    except BaseException as error:
+        # Whoever keeps the error would keep rows of states, and the next task waits for them to go.
+        traceback.clear_frames(error.__traceback__)
+        del inbox
+        raise
+
+
+def _written(
+    runner: Runner,
+    codec: Calibrated,
+    writer: ShardWriter,
+    path: Path,
+    inbox: "SimpleQueue[Launched | BaseException | None]",
+) -> Done:
     skipped: list[Skip] = []
     begun, samples, tokens, audited, weak = time.monotonic(), 0, 0, 0, 0
-    with writer, closing(Encoder(codec.to(runner.device))) as encoder:
+    with writer, closing(Encoder(codec, runner.device)) as encoder:
         while (launched := inbox.get()) is not None:
             if isinstance(launched, BaseException):
                 raise RunError(f"{path}: given up: {launched}")
@@ -166,7 +182,6 @@ def _write(
                     weak += not checks.fidelity(codec, frames, row.drawn[n], sample.identity.key)
             skipped += row.skipped
             runner.beat()
-            room.release()
         if skipped:
             # Before the shard: once the shard is there, the task is never run again.
             with atomic_file(skips_path(path)) as file:

@@ -25,7 +25,7 @@ def test_a_cut_row_equals_its_frames(name: str, delta: float) -> None:
         quality={},
         device=torch.device("cpu"),
     )
-    encoder = Encoder(made)
+    encoder = Encoder(made, made.device)
     found = [future.result() for future in encoder(states_PLD, LENGTHS, last_ND, COUNTS)]
     encoder.close()
     assert made.last is not None

@@ -386,7 +386,7 @@ def test_the_memory_needed_is_that_of_the_layers_loaded(site: Path) -> None:
 
     model = load_decoder(target, 5, CPU, torch.float32, "sdpa")
     weights = sum(p.numel() * 4 for p in model.parameters())
-    assert all_of_them - (1 << 30) - weights == 1000 * (4 * (4 * 96 + 12 * 64) + 6 * 5 * 64) and few < all_of_them
+    assert all_of_them - (1 << 30) - weights == 1000 * (4 * (4 * 96 + 12 * 64) + 10 * 5 * 64) and few < all_of_them
 
 
 def test_one_config_for_all_that_watches() -> None:

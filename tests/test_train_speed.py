@@ -63,6 +63,18 @@ def test_the_first_gradient_of_a_step_is_stored_and_further_ones_are_added() -> 
         )  # type: ignore[union-attr]
 
 
+def test_all_gains_may_be_frozen_in_bf16() -> None:
+    state = State.of(drafter(), OptimConfig(freeze=("*norm*",)), torch.bfloat16)
+    state.clear()
+
+
+def test_fp32_weights_that_drift_by_less_than_rounding_are_seen_where_every_rank_steps_all() -> None:
+    state = State.of(drafter(), OptimConfig(optimizer="muon"), torch.bfloat16)
+    before = state.hash()
+    state.drafter.fc.weight.data[0, 0] += 1e-6
+    assert not torch.equal(state.hash(), before)
+
+
 def test_a_rounded_copy_follows_the_weights() -> None:
     master = drafter()
     Gradients(master)

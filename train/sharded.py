@@ -58,7 +58,7 @@ class Sharded:
         """For parallel.Sums."""
         flat = self._gradients.flat
         parts = [[Wanted(flat[p], flat[self._share(p)])] * (p in self._parts) for p in self._gradients.parts]
-        return [*parts, [Wanted(flat[self._gains], flat[self._gains])]]
+        return [*parts, [Wanted(flat[self._gains], flat[self._gains])] * (self._gains.stop > self._gains.start)]
 
     def norm(self) -> float:
         """Of all gradients, once summed."""

@@ -92,7 +92,9 @@ class State:
         for sink in (gathered := sinks(self.working)):
             sink.empty = True
         if gathered:
-            torch._foreach_zero_([p.grad for p in self.drafter.parameters() if p.grad is not None and p.ndim == 1])
+            for p in self.drafter.parameters():
+                if p.grad is not None and p.ndim == 1:
+                    p.grad.zero_()
         else:
             self.gradients.flat.zero_()
 
@@ -164,4 +166,5 @@ class State:
 
     def hash(self) -> Tensor:
         """What all ranks must agree on, in a few integers."""
-        return torch.stack([torch.hash_tensor(p) for p in self.working.parameters()]).view(torch.int64)
+        shared = self.working if self.sharded else self.drafter
+        return torch.stack([torch.hash_tensor(p) for p in shared.parameters()]).view(torch.int64)
