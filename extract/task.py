@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,20 +142,13 @@ def _audit(runner: Runner, row: Row) -> dict[int, Tensor]:
     }
 
 
-def _write(
-    runner: Runner,
-    codec: Calibrated,
-    writer: ShardWriter,
-    path: Path,
-    inbox: "SimpleQueue[Launched | BaseException | None]",
-) -> Done:
-    """Append rows as they come; an error instead of the end leaves no shard."""
+def _write(*given: Any) -> Done:
+    """`_written`, whose error keeps no rows: the next task waits for them to go."""
     try:
-        return _written(runner, codec, writer, path, inbox)
+        return _written(*given)
     except BaseException as error:
-        # Whoever keeps the error would keep rows of states, and the next task waits for them to go.
         traceback.clear_frames(error.__traceback__)
-        del inbox
+        del given
         raise
 
 
@@ -165,6 +159,7 @@ def _written(
     path: Path,
     inbox: "SimpleQueue[Launched | BaseException | None]",
 ) -> Done:
+    """Append rows as they come; an error instead of the end leaves no shard."""
     skipped: list[Skip] = []
     begun, samples, tokens, audited, weak = time.monotonic(), 0, 0, 0, 0
     with writer, closing(Encoder(codec, runner.device)) as encoder:

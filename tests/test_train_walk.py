@@ -130,8 +130,9 @@ def test_summary_pools_and_says_what_it_means(tmp_path: Path) -> None:
     assert result["tau"] == tokens / sum(map(len, steps)) and result["tokens"] == tokens
     assert result["tau_interval"][0] <= result["tau"] <= result["tau_interval"][1]
     assert summary(counts, 300, seed=0) == result and summary(counts, 300, seed=1) != result
-    assert "tau estimates serving only if" in table({**result, "note": NOT_GREEDY.format(cache.generation)})
-    assert "note" not in table({**result, "note": None})
+    told = {**result, "drafter": "RUN", "step": 7, "split": "all", "trained_on": 3, "cache": "CACHE", "note": None}
+    assert "tau estimates serving only if" in table({**told, "note": NOT_GREEDY.format(cache.generation)})
+    assert "RUN, step 7: all samples of CACHE, 3 of them trained on" in table(told) and "note" not in table(told)
     labels = ["a" if i % 3 else "b" for i in numbers]
     for row in breakdown(counts, labels):
         part = [len(x) for x, label in zip(steps, labels, strict=True) if label == row["label"]]
