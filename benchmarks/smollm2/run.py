@@ -175,7 +175,7 @@ def main() -> None:
         if not drafter.exists():
             command("train", "export", "--run-dir", run, *step, "--out", drafter)
         found[name] = measure(target, Cache(cache), run, drafter, args.samples, args.response_tokens)
-        times[name] = time.time()
+        times[f"measured {name}"] = time.time()
         (out / "found.json").write_text(json.dumps(found, indent=1))
     stamps = list(times.items())
     result = {
