@@ -3,12 +3,6 @@
 Legend: T tokens, L layers, D hidden.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -185,18 +179,3 @@ def test_rate_and_distortion_on_gaussian_channels(delta: float, most: float, lea
     assert sum(map(len, made)) * 8 / x_TLD.numel() < most
     y_TLD = torch.cat([frames.decode_frame(codec, memoryview(f), 128) for f in made]).view(x_TLD.shape)
     assert float(chan_snr(x_TLD, y_TLD).min()) > least
-
-
-# The kernels: in Triton's interpreter, and where there is a GPU.
-
-KERNEL_BITS = [sys.executable, str(Path(__file__).with_name("kernel_bits.py"))]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_give_the_bits_of_the_torch_path() -> None:
-    subprocess.run(KERNEL_BITS, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
-
-
-@pytest.mark.gpu
-def test_kernels_give_the_bits_of_the_torch_path_on_a_gpu() -> None:
-    subprocess.run(KERNEL_BITS, check=True)

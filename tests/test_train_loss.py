@@ -1,10 +1,6 @@
 """The loss, its weights, and how gradients of rows add up."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,19 +89,6 @@ def test_loss_equals_the_plain_one(name: str, chunk: int) -> None:
     assert (gradient[:, 0] == 0).all() and (gradient[~given["supervised_AK"]] == 0).all()
     best = (given["output_AKD"] @ given["head_VD"].T).argmax(-1)
     assert torch.equal(found.hit_AK, (best == given["label_AK"]) & given["supervised_AK"])
-
-
-LOSS_BITS = [sys.executable, str(Path(__file__).with_name("loss_bits.py"))]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_of_the_loss_is_the_plain_loss() -> None:
-    subprocess.run(LOSS_BITS, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
-
-
-@pytest.mark.gpu
-def test_the_kernel_of_the_loss_is_the_plain_loss_on_a_gpu() -> None:
-    subprocess.run(LOSS_BITS, check=True)
 
 
 def test_distillation_ends_at_the_target_s_distribution() -> None:

@@ -1,11 +1,6 @@
 """What an optimizer step does to weights and averages, and at which rate."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,16 +139,3 @@ def test_small_steps_are_not_lost_to_rounding() -> None:
         optimizer.step()
     assert float(layer.weight.detach()) == pytest.approx(0.988, abs=1e-4)
     assert all(t.dtype == torch.float32 for t in optimizer.state[layer.weight].values())
-
-
-ADAMW_BITS = [sys.executable, str(Path(__file__).with_name("adamw_bits.py"))]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_adamw_in_one_pass_is_that_of_torch() -> None:
-    subprocess.run(ADAMW_BITS, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
-
-
-@pytest.mark.gpu
-def test_adamw_in_one_pass_is_that_of_torch_on_a_gpu() -> None:
-    subprocess.run(ADAMW_BITS, check=True)

@@ -128,8 +128,8 @@ def _runs(path: Path) -> Iterator[Run]:
             if folder.name.isdigit() and (folder / CONFIG).is_file():
                 yield _run(folder, trials.pop(int(folder.name), {}))
         # What is left has no run: most often its settings were refused.
+        base = settings(load_toml(TrainConfig, path / "base.toml"), SILENT) if trials else {}
         for number, trial in sorted(trials.items()):
-            base = settings(load_toml(TrainConfig, path / "base.toml"), SILENT)
             yield Run(
                 name="",
                 path=path / "trials" / f"{number:03d}",
