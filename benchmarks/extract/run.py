@@ -9,12 +9,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -258,12 +260,18 @@ def main() -> None:
             context.Process(
                 target=measure,
                 args=(d, args.work / str(d), barrier, answers, len(group) == 1, not args.together_only, args.pairs),
+                daemon=True,
             )
             for d in group
         ]
         for process in processes:
             process.start()
-        found[f"{len(group)} GPU"] = dict(answers.get() for _ in group)
+        results = found[f"{len(group)} GPU"] = dict[int, Any]()
+        while len(results) < len(group):
+            with suppress(queue.Empty):
+                results |= [answers.get(timeout=2)]
+            if any(p.exitcode for p in processes):
+                sys.exit("a device's process ended, see above; the others are ended with it")
         for process in processes:
             process.join()
         args.out.write_text(json.dumps(found, indent=1))

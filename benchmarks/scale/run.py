@@ -16,16 +16,15 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +77,20 @@ def worker(
     work: Path,
     turns: Sequence[tuple[int, Path]],
     barrier: Any,
-    told: Any,
+    told: Connection,
 ) -> None:
     """One GPU of an extraction: its part of every turn."""
     try:
-        turn = make(device, work, lambda name, value: told.put((device, name, value)))
+        turn = make(device, work, lambda name, value: told.send((name, value)))
         for number, (count, place) in enumerate(turns):
             barrier.wait()
             begin = time.monotonic()
             if device < count:
                 rate = turn(place)
-                told.put((device, number, (begin, time.monotonic(), rate)))
+                told.send((number, (begin, time.monotonic(), rate)))
             barrier.wait()
-    except threading.BrokenBarrierError:  # another one says why
-        sys.exit(1)
     except BaseException as error:
-        barrier.abort()  # the others must not wait for this one
-        told.put((device, "error", f"{type(error).__name__}: {error}"))
+        told.send(("error", f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -106,60 +102,70 @@ def extraction(
     save: Callable[[dict[str, Any]], None],
     make: Callable[..., Callable[[Path], float]] = extractor,
 ) -> None:
-    """All turns of one set of processes, one a GPU; each result is saved as it comes."""
+    """All turns of one set of processes, one a GPU; each result is saved as it comes.
+
+    A pipe for each process, not a queue for all: what was sent is there even if the sender is killed next, and no lock
+    dies with it.
+    """
     context = multiprocessing.get_context("spawn")
-    barrier, told = context.Barrier(max(counts)), context.Queue()
+    barrier = context.Barrier(max(counts))
     found: dict[str, Any] = {"GPUs": {}, "turns": []}
     turns = [(count, work) for count in counts] + [(count, memory) for count in counts[:2]]
     for count, place in list(turns):
         if shutil.disk_usage(place).free < (need := 3 * count * SHARD_BYTES):
             turns.remove((count, place))
             found["turns"].append({"gpus": count, "to": str(place), "error": f"not run: needs {need:.3g} bytes free"})
+    pipes = [context.Pipe(duplex=False) for _ in range(max(counts))]
     processes = [
-        context.Process(target=worker, args=(make, d, work, turns, barrier, told), daemon=True)
-        for d in range(max(counts))
+        context.Process(target=worker, args=(make, d, work, turns, barrier, sender), daemon=True)
+        for d, (_, sender) in enumerate(pipes)
     ]
+    open_pipes = {receiver: d for d, (receiver, _) in enumerate(pipes)}
     parts: dict[int, dict[int, tuple[float, float, float]]] = {}
     with host.Watch() as watch:
-        for process in processes:
-            process.start()
         try:
-            while True:
-                alive = any(process.is_alive() for process in processes)  # asked first: the last words come after it
-                try:
-                    device, name, value = told.get(timeout=0.5)
-                except queue.Empty:
-                    if not alive:
-                        break
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"not done in its time, {len(parts)} of {len(turns)} turns begun") from None
-                    if any(process.exitcode for process in processes):
-                        barrier.abort()  # one that was killed cannot say so
-                    continue
-                if isinstance(name, str):
-                    found["GPUs"].setdefault(device, {})[name] = value
-                    print(f"extraction, cuda:{device}: {name}: {value}", flush=True)
-                    continue
-                got = parts.setdefault(name, {})
-                got[device] = value
-                count, place = turns[name]
-                if len(got) == count:
-                    begin, end, _ = got[0]
-                    rates = [got[d][2] for d in range(count)]
-                    facts = {"gpus": count, "to": str(place), "tokens/s": sum(rates), "each": rates}
-                    # The first of its three shards is not timed.
-                    found["turns"].append(facts | {"host": host.between(watch.samples, begin + (end - begin) / 3, end)})
-                    save(found)
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()  # the process has its own: the pipe ends with it
+            while open_pipes:
+                ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise TimeoutError(f"not done in its time, {len(parts)} of {len(turns)} turns begun")
+                for receiver in ready:
+                    device = open_pipes[receiver]
+                    try:
+                        name, value = receiver.recv()
+                    except EOFError:
+                        del open_pipes[receiver]
+                        processes[device].join()
+                        if (code := processes[device].exitcode) and "error" not in found:
+                            why = found["GPUs"].get(device, {}).get("error", f"ended with {code}")
+                            found["error"] = f"cuda:{device}: {why}"
+                            for process in processes:  # they would wait for it at the barrier for ever
+                                process.terminate()
+                        continue
+                    if isinstance(name, str):
+                        found["GPUs"].setdefault(device, {})[name] = value
+                        print(f"extraction, cuda:{device}: {name}: {value}", flush=True)
+                        continue
+                    got = parts.setdefault(name, {})
+                    got[device] = value
+                    count, place = turns[name]
+                    if len(got) == count:
+                        begin, end, _ = got[0]
+                        rates = [got[d][2] for d in range(count)]
+                        # The first of its three shards is not timed.
+                        busy = host.between(watch.samples, begin + (end - begin) / 3, end)
+                        facts = {"gpus": count, "to": str(place), "tokens/s": sum(rates), "each": rates, "host": busy}
+                        found["turns"].append(facts)
+                        save(found)
         except TimeoutError as error:
-            found["error"] = str(error)
+            found.setdefault("error", str(error))
         finally:
             for process in processes:
-                process.terminate()
-                process.join()
-    bad = [f"cuda:{d}: {facts['error']}" for d, facts in found["GPUs"].items() if "error" in facts]
-    bad += [f"cuda:{d}: ended with {p.exitcode}" for d, p in enumerate(processes) if p.exitcode and not bad]
-    if bad:
-        found.setdefault("error", "; ".join(bad))
+                if process.pid:
+                    process.terminate()
+                    process.join()
     save(found)
 
 
