@@ -14,6 +14,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     write_target(folder / "t")
     write_chats(folder / "chats.jsonl", 40)
-    done = extract(*arguments(folder, folder / "cache"))
+    done = extract(*arguments(folder, folder / "cache", workers=2))
     assert done.returncode == 0, done.stderr
     return folder

@@ -1,17 +1,20 @@
 """`dflash-extract run` for tests: in this process, or as a command of its own."""
 
 import io
+import multiprocessing
 import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dflash_offline.extract import pool
 from dflash_offline.extract.cli import main
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import Cache
@@ -21,9 +24,15 @@ def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "dflash_offline.extract", "run", *map(str, args)]
 
 
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["transformers.models.qwen3_5.modeling_qwen3_5", "dflash_offline.extract.runner"])
+
+
 def extract(*args: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process, whose imports are warm; its workers are real processes all the same."""
-    return call("run", *args)
+    """The command in this process; its workers are real processes all the same. Both find their imports done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: SERVER))
+        return call("run", *args)
 
 
 def call(*args: object) -> subprocess.CompletedProcess[str]:
@@ -42,7 +51,7 @@ def arguments(site: Path, cache: Path, **changes: Any) -> list[object]:
         "data.files": site / "chats.jsonl",
         "cache": cache,
         "shard-mib": 1,
-        "workers": 2,
+        "workers": 1,
         "data.generation": "greedy",
         **changes,
     }

@@ -126,7 +126,7 @@ def test_public_shapes_end_to_end(site: Path, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(SHAPES["ultrachat"]), tmp_path / "ultrachat.parquet")
     (tmp_path / "sharegpt.json").write_text(json.dumps(SHAPES["sharegpt"], indent=2))
     write_rows(tmp_path / "nemotron.jsonl", *SHAPES["nemotron"])
-    done = extract(*arguments(site, tmp_path / "c", **{"data.files": tmp_path, "workers": 1}))
+    done = extract(*arguments(site, tmp_path / "c", **{"data.files": tmp_path}))
     assert done.returncode == 0, done.stderr
     cache, using = Cache(tmp_path / "c"), make_renderer(tokenizer(), VOCAB, DataConfig())
     assert len(cache) == 18 and cache.manifest.dataset["skipped"] == {}

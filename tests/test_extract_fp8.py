@@ -86,7 +86,7 @@ def test_weights_are_the_product_rounded_once(tmp_path: Path, dtype: torch.dtype
 def test_a_cache_from_fp8_says_so(tmp_path: Path) -> None:
     write_fp8(tmp_path / "t", (128, 128))
     write_chats(tmp_path / "chats.jsonl", 6)
-    assert extract(*arguments(tmp_path, tmp_path / "c", workers=1)).returncode == 0
+    assert extract(*arguments(tmp_path, tmp_path / "c")).returncode == 0
     cache = Cache(tmp_path / "c")
     assert cache.manifest.target["quantised"] == {"method": "fp8", "block": [128, 128]}
     assert "quantization_config" not in cache.target_config

@@ -204,7 +204,7 @@ def _planned(number: int, ids: Any) -> Planned:
 
 def test_the_manifest_says_what_was_audited(site: Path, tmp_path: Path) -> None:
     """The same on every number of workers, and after any restart: it follows from the keys."""
-    assert extract(*arguments(site, tmp_path / "c", workers=1, **{"guard.audit-every": 2})).returncode == 0
+    assert extract(*arguments(site, tmp_path / "c", **{"guard.audit-every": 2})).returncode == 0
     cache = Cache(tmp_path / "c")
     found, drawn = cache.manifest.audit, [k for k in cache.keys if int(k[:8], 16) % 2 == 0]
     assert found["checked"] == len(drawn) > 5 and found["reforward"] == sorted(cache.keys)[:16]
@@ -214,7 +214,7 @@ def test_the_manifest_says_what_was_audited(site: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["lossless", "ecsq"])
 def test_audit_recomputes_stored_samples(site: Path, tmp_path: Path, codec: str) -> None:
-    assert extract(*arguments(site, tmp_path / "c", codec=codec, last_hidden="True", workers=1)).returncode == 0
+    assert extract(*arguments(site, tmp_path / "c", codec=codec, last_hidden="True")).returncode == 0
     done = call("audit", tmp_path / "c")
     assert done.returncode == 0 and "16 samples recomputed, 0 differ" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("allowed") == 6  # the last hidden state too
@@ -232,7 +232,7 @@ def test_audit_names_samples_whose_states_are_not_the_target_s(
     whole = made(site, guard=GuardConfig(audit_every=0))
     for number, task in enumerate(found.tasks):
         run_task(replace(whole, capture=Broken(whole.capture, fault)), cache, number, task).result()
-    assert extract(*arguments(site, cache, workers=1)).returncode == 0
+    assert extract(*arguments(site, cache)).returncode == 0
     done = call("audit", cache, "--samples", 3)
     assert done.returncode == 3 and "3 samples recomputed, 3 differ" in done.stdout
     for key in sorted(Cache(cache).keys)[:3]:

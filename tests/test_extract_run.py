@@ -51,7 +51,7 @@ def test_bytes_do_not_depend_on_the_number_of_workers(site: Path, tmp_path: Path
 
 def test_a_killed_run_continues_to_the_same_bytes(site: Path, tmp_path: Path) -> None:
     """B38: SIGKILL to the parent after its first shard: the rerun keeps that shard and ends with equal bytes."""
-    process = subprocess.Popen(command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(*arguments(site, tmp_path / "c", workers=2)), stdout=subprocess.PIPE, text=True)
     shards = tmp_path / "c" / "shards"
     deadline = time.monotonic() + 60
     while not list(shards.glob("*.arrow")) and process.poll() is None and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def test_a_killed_run_continues_to_the_same_bytes(site: Path, tmp_path: Path) ->
 def test_sigterm_keeps_finished_shards(site: Path, tmp_path: Path) -> None:
     """B96."""
     process = subprocess.Popen(
-        command(*arguments(site, tmp_path / "c", workers=1)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments(site, tmp_path / "c")), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     while not list((tmp_path / "c" / "shards").glob("*.arrow")) and process.poll() is None:
         time.sleep(0.01)

@@ -17,7 +17,7 @@ def same_as_one_machine(site: Path, cache: Path) -> bool:
 
 
 def sliced(site: Path, cache: Path, which: str, **changes: Any) -> list[object]:
-    return arguments(site, cache, workers=1, task_slice=which, **changes)
+    return arguments(site, cache, task_slice=which, **changes)
 
 
 def test_slices_side_by_side_make_the_cache_of_one_machine(site: Path, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_slices_side_by_side_make_the_cache_of_one_machine(site: Path, tmp_path:
         path.name: {e["task"] for e in events.lines(path) if e["event"] == "given"} for path in cache.glob("events-*")
     }
     assert given == {"events-0-of-2.jsonl": {0, 2}, "events-1-of-2.jsonl": {1}}
-    done = extract(*arguments(site, cache, workers=1))
+    done = extract(*arguments(site, cache))
     assert done.returncode == 0 and same_as_one_machine(site, cache)
 
 
@@ -56,7 +56,7 @@ def test_a_slice_leaves_what_others_are_writing(site: Path, tmp_path: Path) -> N
         path.write_bytes(b"half")
     assert extract(*sliced(site, cache, "1/2"), "--roots", disk).returncode == 0
     assert all(path.read_bytes() == b"half" for path in theirs) and not any(path.exists() for path in own)
-    done = extract(*arguments(site, cache, workers=1), "--roots", disk)
+    done = extract(*arguments(site, cache), "--roots", disk)
     assert done.returncode == 0 and not any(path.exists() for path in theirs[:2]), done.stderr
     assert same_as_one_machine(site, cache)
 
@@ -71,7 +71,7 @@ def test_ray_makes_the_same_cache(site: Path, tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="the optional engine")
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
     try:
-        done = extract(*arguments(site, tmp_path / "c", engine="ray"))
+        done = extract(*arguments(site, tmp_path / "c", engine="ray", workers=2))
     finally:
         ray.shutdown()
     assert done.returncode == 0, done.stderr
@@ -82,5 +82,5 @@ def test_without_ray_it_says_how_to_get_it(site: Path, tmp_path: Path, monkeypat
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    done = extract(*arguments(site, tmp_path / "c", engine="ray"))
+    done = extract(*arguments(site, tmp_path / "c", engine="ray", workers=2))
     assert done.returncode == 2 and "pip install 'dflash-offline[ray]'" in done.stderr

@@ -36,7 +36,9 @@ def start(site: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen
     started: list[subprocess.Popen[str]] = []
 
     def run(*prefix: str, **changes: Any) -> subprocess.Popen[str]:
-        argv = command(*arguments(site, tmp_path / "c", **{"data.files": tmp_path / "chats.jsonl", **changes}))
+        argv = command(
+            *arguments(site, tmp_path / "c", **{"workers": 2, "data.files": tmp_path / "chats.jsonl", **changes})
+        )
         process = subprocess.Popen(
             [*prefix, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -98,7 +100,7 @@ def test_a_task_that_always_fails_is_named_and_the_others_are_done(site: Path, t
     ids = Cache(site / "cache").read(len(Cache(site / "cache")) - 1).input_ids.tobytes()
     raw[raw.rindex(ids)] ^= 1
     tokens.write_bytes(raw)
-    done = extract(*arguments(site, tmp_path / "c", workers=1))
+    done = extract(*arguments(site, tmp_path / "c"))
     assert done.returncode == 1 and "1 of 3 tasks failed: 2; task 2: CorruptError" in done.stderr
     failures = [e["attempt"] for e in events.read(tmp_path / "c") if e["event"] == "failed"]
     assert failures == [1, 2, 3] and len(list((tmp_path / "c" / "shards").glob("*.arrow"))) == 2
@@ -168,7 +170,7 @@ def test_a_full_disk_ends_the_run_at_once(
     assert "shards/0000000" in err and "make room and rerun" in err
     assert events.read(tmp_path / "c")[-1]["event"] == "stop"
     assert not list((tmp_path / "c").rglob("*.arrow.*tmp")) and not list((tmp_path / "c" / "shards").glob("*.arrow"))
-    assert extract(*arguments(site, tmp_path / "c", workers=1)).returncode == 0
+    assert extract(*arguments(site, tmp_path / "c")).returncode == 0
     ours, theirs = tree(tmp_path / "c"), tree(site / "cache")
     del ours[".lock"], theirs[".lock"]
     assert ours == theirs
@@ -182,7 +184,7 @@ def test_a_disk_that_is_too_small_is_said_before(site: Path, tmp_path: Path, mon
     assert (
         done.returncode == 2 and "bytes more: 1,000,000 free on" in done.stderr and not list(tmp_path.rglob("0*.arrow"))
     )
-    done = extract(*arguments(site, tmp_path / "c", workers=1, **{"guard.preflight": "warn"}))
+    done = extract(*arguments(site, tmp_path / "c", **{"guard.preflight": "warn"}))
     assert done.returncode == 0 and "warning: needs" in done.stdout
 
 
@@ -200,7 +202,7 @@ def test_long_samples_that_do_not_fit_into_memory_are_skipped(site: Path, tmp_pa
     skips = [json.loads(line) for line in (tmp_path / "c/shards/00000000.skipped.jsonl").read_text().splitlines()]
     assert [s["reason"] for s in skips] == ["oom", "oom"]
     assert sorted(int(s["detail"].split()[0]) for s in skips) == lengths[-2:]
-    done_again = extract(*arguments(site, tmp_path / "c", workers=1))
+    done_again = extract(*arguments(site, tmp_path / "c"))
     assert done_again.returncode == 3 and len(Cache(tmp_path / "c")) == 38
 
 

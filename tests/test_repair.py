@@ -420,13 +420,13 @@ def test_extraction_after_a_repair_writes_what_was_lost_and_nothing_else(site: P
     assert 0 < lost < 40 and len(Cache(tmp_path / "c")) == 40 - lost
     shutil.copytree(tmp_path / "c", tmp_path / "d")
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "c" / "shards").glob("*.arrow")}
-    again = extract(*arguments(site, tmp_path / "c", workers=1))
+    again = extract(*arguments(site, tmp_path / "c"))
     assert again.returncode == 0, again.stderr
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "c" / "shards").glob("*.arrow")}
     assert {name for name in after if before[name] != after[name]} == {"00000001.arrow", "00000002.arrow"}
     assert files(tmp_path / "c") == want
     shutil.rmtree(tmp_path / "d" / "plan")
-    again = extract(*arguments(site, tmp_path / "d", workers=1))
+    again = extract(*arguments(site, tmp_path / "d"))
     assert again.returncode == 0, again.stderr
     assert verify(tmp_path / "d", threads=1).faults == []
     original, found = states(site / "cache"), states(tmp_path / "d")
