@@ -5,6 +5,7 @@ here and ended with the run. A lost actor's task is given again.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dflash_offline.extract.events import Events
@@ -58,7 +59,8 @@ def run(
         ray.init(log_to_driver=False, include_dashboard=False)
     remote: Any = ray.remote(num_gpus=int(gpu), num_cpus=1, max_restarts=-1)(Worker)
     queue, running = Queue(numbers, calibrate, events), dict[Any, tuple[int, Any]]()
-    idle = [remote.remote(job, "cuda:0" if gpu else "cpu") for _ in devices[: max(1, len(numbers))]]
+    start = partial(remote.remote, job, "cuda:0" if gpu else "cpu")
+    idle = [start() for _ in devices[: max(1, len(numbers))]]
     try:
         with Signals() as signals:
             while queue.todo or running:
@@ -70,11 +72,15 @@ def run(
                     events("given", task=number, worker=str(actor))
                 for ready in ray.wait(list(running), timeout=0.5)[0]:
                     number, actor = running.pop(ready)
-                    idle.append(actor)
                     try:
                         message: Report = ray.get(ready)
                     except ray.exceptions.RayError as error:
                         message = Report(number=number, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                    if message.error and gpu:
+                        # After an error of its own a device may fail at everything until a new process opens it.
+                        ray.kill(actor)
+                        actor = start()
+                    idle.append(actor)
                     queue.settle(message, report)
     finally:
         for actor in [*idle, *(actor for _, actor in running.values())]:
