@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import MISSING, field, fields, make_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -67,7 +68,7 @@ def _values(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise UsageError(f"no such file: {path}") from None
+        raise UsageError(f"no such file: {path}; expected a TOML file of settings") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -124,9 +125,15 @@ def structure(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _explain(error: BaseException, kind: type | None) -> str:
-    """A range error in its own words; cattrs would say only "invalid value"."""
+    """A range error in its own words, of which cattrs would say only "invalid value"; what was meant by a typo."""
+    from cattrs import ForbiddenExtraKeysError
     from cattrs.v import format_exception
 
+    if isinstance(error, ForbiddenExtraKeysError):
+        extra, known = sorted(error.extra_fields), [f.name for f in fields(error.cl)]
+        near = [match for name in extra for match in get_close_matches(name, known, 1)]
+        meant = f"did you mean {', '.join(near)}?" if near else f"expected {', '.join(known)}"
+        return f"extra fields found ({', '.join(extra)}; {meant})"
     return str(error) if type(error) is ValueError else format_exception(error, kind)
 
 

@@ -87,7 +87,7 @@ def test_what_a_file_lacks_may_come_from_flags(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="size is 6, expected at most 5"):
         parsed("--name", "a", "--size", "6")
     file.write_text("size = 2\nmots = 5")
-    with pytest.raises(UsageError, match=r"c\.toml: extra fields found \(mots\)"):
+    with pytest.raises(UsageError, match=r"c\.toml: extra fields found \(mots; did you mean most\?\)"):
         parsed("--name", "a")
     with pytest.raises(UsageError, match="required field missing"):
         command.load_toml(Needs, file)
@@ -96,7 +96,9 @@ def test_what_a_file_lacks_may_come_from_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("stepps = 1", r"extra fields found \(stepps\)"),
+        ("stepps = 1", r"extra fields found \(stepps; did you mean steps\?\)"),
+        ("qqq = 1", r"extra fields found \(qqq; expected path, steps, "),
+        ("[inner]\nrat = 1", r"extra fields found \(rat; did you mean rate\?\) @ config.inner"),
         ("steps = 1.5", "expected int, found 1.5"),
         ("steps = true", "expected int, found True"),
         ('fast = "yes"', "expected bool, found 'yes'"),

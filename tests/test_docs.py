@@ -20,7 +20,7 @@ PROGRAMS: dict[str, dict[str, type]] = {
     "dflash-train": {"run": TrainConfig, "eval": EvalConfig, "export": ExportConfig, "sweep": SweepConfig},
     "dflash-shards": {name: settings for name, (_, settings, *_) in COMMANDS.items()},
 }
-PAGES = ("tutorial", "choosing", "sweep", "troubleshooting", "extraction")
+PAGES = ("tutorial", "choosing", "training", "evaluation", "sweep", "troubleshooting", "extraction", "scale")
 
 
 def commands(text: str) -> list[list[str]]:
@@ -33,7 +33,8 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_only_settings_that_are_there(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "C.toml").touch()
+    for name in ("C.toml", "T.toml"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     found = commands((ROOT / "docs" / f"{page}.md").read_text())
     assert found or page in ("sweep", "troubleshooting")

@@ -101,7 +101,9 @@ def test_the_loop_is_lossless_with_a_drafter_that_is_mostly_wrong(tmp_path: Path
             logits[0, known[len(features_TLD) + 1]] = 99.0
         return logits
 
-    runs = decode(target, propose, SIZE, prompts(4), [40] * 4, stop=set())
+    told: list[tuple[int, int]] = []
+    runs = decode(target, propose, SIZE, prompts(4), [40] * 4, set(), lambda *counts: told.append(counts))
+    assert told[-1] == (sum(len(run.ids) - run.prompt for run in runs), told[-1][1]) and told[-1][1] in range(1, 5)
     for run, want in zip(runs, wanted, strict=True):
         assert run.ids[: len(want)] == want
         assert sum(s.recorded for s in run.steps) == len(run.ids) - run.prompt - 1

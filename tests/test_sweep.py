@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     (tmp_path / "mine" / "notes.txt").touch()
     for changes, message in (
         ({"base": tmp_path / "none.toml"}, "no such file"),
-        ({"base": tmp_path / "other.toml"}, r"other.toml: extra fields found \(lrr\)"),
+        ({"base": tmp_path / "other.toml"}, r"other.toml: extra fields found \(lrr; did you mean lr\?\)"),
         ({"base": tmp_path / "gpu.toml"}, "no GPU is visible"),
         ({"cache": tmp_path / "none"}, "no such folder"),
         ({"sweep_dir": tmp_path / "mine"}, "mine: holds other files and no sweep.toml"),

@@ -20,6 +20,8 @@ from dflash_offline.train.masks import Blocks
 from dflash_offline.train.model import Drafter, Target, block_inputs
 from dflash_offline.train.walk import Step
 
+Progress = Callable[[int, int], None]
+"""Tokens decoded so far, prompts that are not done."""
 Propose = Callable[[Tensor, int], Tensor]
 """Features bf16 [T, L * D] of the tokens before the anchor, and the anchor's token -> draft logits [K - 1, V]."""
 _TOKENS = 32768
@@ -109,10 +111,12 @@ def decode(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
     stop: set[int],
+    progress: Progress = lambda tokens, active: None,
 ) -> list[Run]:
     """Greedy speculative decoding with blocks of `size` tokens, each prompt until a stop token or its limit.
 
-    The prompts advance side by side, one target forward a round, but each at its own pace.
+    The prompts advance side by side, one target forward a round, but each at its own pace. `progress` is told after
+    each round.
     """
     runs = [Run(prompt=len(p), ids=list(p)) for p in prompts]
     active = list(range(len(runs)))
@@ -134,6 +138,7 @@ def decode(
             runs[i].ids += gained
             runs[i].steps.append(Step(anchor, len(gained), tuple(drafts[i])))
             features[i] = features_TLD
+        progress(sum(len(run.ids) - run.prompt for run in runs), len(active))
     return runs
 
 

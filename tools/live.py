@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dflash_offline.shards.sample import Sample
 from dflash_offline.tools.agreement import Comparison, as_sample, compare, cut, drafter_features, response_span
 from dflash_offline.tools.browse import open_tokenizer
 from dflash_offline.tools.config import Live
-from dflash_offline.tools.decoding import LiveTarget, Propose, client_proposer, decode, offline_proposer
+from dflash_offline.tools.decoding import LiveTarget, Progress, Propose, client_proposer, decode, offline_proposer
 from dflash_offline.train.eval_command import check_fit
 from dflash_offline.train.evaluate import bf16_weights, load_target
 from dflash_offline.train.export import load_drafter
@@ -28,6 +29,8 @@ from dflash_offline.train.walk import walk_sample
 
 _BF16_SHARE = 0.05
 """In bf16 that many steps may be near ties; in fp32 a hundredth."""
+_EVERY = 10.0
+"""Seconds between two lines of progress."""
 _LOOKED_AT = 20
 """Samples of a cache that tell whether its responses think."""
 
@@ -63,6 +66,7 @@ def live(config: Live) -> int:
     found = run_and_compare(
         rounded, shared, theirs, target, prompts, samples, stop_ids,
         most=config.max_new_tokens, near_tie=config.near_tie, thinks=_Thinks(tokenizer),
+        progress=_progress(),
     )  # fmt: skip
     result = {
         "drafter": str(config.drafter),
@@ -109,6 +113,7 @@ def run_and_compare(
     most: int = 0,
     near_tie: float = 0.5,
     thinks: Any = lambda ids, start: "answered",
+    progress: Progress = lambda tokens, active: None,
 ) -> dict[str, Comparison]:
     """Decode every prompt live with the drafts of `theirs`, and compare with the offline walk; by mode of response.
 
@@ -117,7 +122,7 @@ def run_and_compare(
     """
     ours, size = offline_proposer(drafter, shared), drafter.spec.block_size
     limits = [stop - start + size for start, stop in map(response_span, samples)] if samples else [most] * len(prompts)
-    runs = decode(target, theirs, size, prompts, limits, stop_ids)
+    runs = decode(target, theirs, size, prompts, limits, stop_ids, progress)
     found: dict[str, Comparison] = {}
     for i, run in enumerate(runs):
         sample = samples[i] if samples else as_sample(run, f"prompt {i}", target([run.ids], 1)[0][1])
@@ -128,6 +133,18 @@ def run_and_compare(
         into = found.setdefault(mode, Comparison(near_tie=near_tie, share=share))
         compare(into, sample, steps, run, ours, theirs, target)
     return found
+
+
+def _progress() -> Progress:
+    last = time.monotonic()
+
+    def told(tokens: int, active: int) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _EVERY:
+            last = now
+            say(f"  {tokens:,} tokens decoded, {active} prompts go on")
+
+    return told
 
 
 def told(found: Comparison) -> dict[str, Any]:

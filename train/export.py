@@ -15,7 +15,7 @@ from dflash_offline.train import checkpoint
 from dflash_offline.train.config import ModelConfig
 from dflash_offline.train.folder import CHECKPOINTS, check_checkpoints, read_config, read_identity
 from dflash_offline.train.hf import from_config, to_config
-from dflash_offline.train.log import say
+from dflash_offline.train.log import METRICS, read_metrics, say
 from dflash_offline.train.model import Drafter, new_drafter
 from dflash_offline.train.spec import DrafterSpec
 
@@ -138,6 +138,12 @@ def run_drafter(run: Path, step: int | None, best: bool = False) -> tuple[Drafte
             raise UsageError(f"{config.model.init / WEIGHTS}: is not what {run} started from; put that back")
         return first_drafter(config.model, spec, config.seed), 0
     root = run / CHECKPOINTS
+    if not any(root.glob("step-*")) and (lines := read_metrics(run)):  # a sweep tidies its trials up
+        raise UsageError(
+            f"{root}: none left of the {lines[-1]['step']} steps in {METRICS}: no longer kept, or the run died "
+            f"before save.every = {config.save.every}; a sweep keeps only its best trial's unless "
+            "keep_checkpoints = true: take that one, or train this one again"
+        )
     found, passed = checkpoint.newest(root) if step is None else (checkpoint.at_step(root, step), [])
     if best:
         found = checkpoint.at_best(root)

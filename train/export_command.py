@@ -1,22 +1,17 @@
 """`dflash-train export`: a run's checkpoint as a folder for servers, with its card, and checked if asked for."""
 
-from pathlib import Path
-
-from dflash_offline.shards.errors import RunError, UsageError
+from dflash_offline.shards.errors import RunError
 from dflash_offline.train.card import card
-from dflash_offline.train.config import ExportConfig, TrainConfig
+from dflash_offline.train.config import ExportConfig
 from dflash_offline.train.export import export_drafter, run_drafter
 from dflash_offline.train.export_check import check_export, require_client
-from dflash_offline.train.folder import CHECKPOINTS, read_config
-from dflash_offline.train.log import METRICS, read_metrics
+from dflash_offline.train.folder import read_config
 from dflash_offline.train.mix import Mix
 
 
 def export(config: ExportConfig) -> int:
     """The command. With `check`, a folder that is there already is only checked."""
     run = read_config(config.run_dir)
-    if config.step != 0:
-        _require_kept(config.run_dir, run)
     drafter, step = run_drafter(config.run_dir, config.step, config.best)
     paths = [config.cache] if config.cache else [run.cache, *run.data.caches]
     cache = Mix(paths) if config.check else None
@@ -35,13 +30,3 @@ def export(config: ExportConfig) -> int:
             print(f"{config.out}: checked, not written; it is step {step} of {config.run_dir}")
         print(said)
     return 0
-
-
-def _require_kept(run: Path, config: TrainConfig) -> None:
-    """Raise UsageError where steps were trained and no checkpoint is left: a sweep tidies its trials up."""
-    if not any((run / CHECKPOINTS).glob("step-*")) and (lines := read_metrics(run)):
-        raise UsageError(
-            f"{run / CHECKPOINTS}: none left of the {lines[-1]['step']} steps in {METRICS}: no longer kept, or the run "
-            f"died before save.every = {config.save.every}; a sweep keeps only its best trial's unless "
-            "keep_checkpoints = true: export that one, or train this one again"
-        )
