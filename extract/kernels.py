@@ -5,7 +5,8 @@ replaced in place; outside `boundaries` they do what they did before. On a GPU t
 themselves; on the CPU the stock reference runs sample by sample.
 """
 
-import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,9 +71,15 @@ def install(model_type: str, device: torch.device, allow_slow: bool) -> str:
         fast_rule, fast_conv = (None, None) if device.type == "cpu" else _fast_kernels(allow_slow)
         module.torch_chunk_gated_delta_rule = _ours(rule, _delta_rule(_reference(rule), fast_rule))
         module.causal_conv1d_fn = _ours(conv, _convolution(_reference(conv), fast_conv))
-        used["delta_rule"] = "fla chunk_gated_delta_rule" if fast_rule else "torch reference"
+        used["delta_rule"] = fla_rule() if fast_rule else "torch reference"
         used["conv"] = "fla triton causal_conv1d" if fast_conv else "torch reference"
     return ", ".join(f"{k}: {v}" for k, v in sorted(used.items()))
+
+
+def fla_rule() -> str:
+    """fla itself takes flash_qla for these heads where it is installed, and says so only in a log."""
+    other = importlib.util.find_spec("flash_qla") and os.environ.get("FLA_FLASH_QLA", "1") != "0"
+    return "fla chunk_gated_delta_rule" + (" by flash_qla" if other else "")
 
 
 def _ours(stock: Any, function: Any) -> Any:

@@ -35,9 +35,13 @@ class Progress:
         if self._first:
             say(f"kernels: {report.kernels}")
             self._events("kernels", kernels=report.kernels, probe=report.probe)
+            before = [name for name in self.draft.kernels.split("; ") if name]
+            if before and report.kernels not in before:
+                say(f"note: this cache was begun with other kernels: {self.draft.kernels}")
             if self._alone:
                 codec = calibration.info(self._cache, self.draft.codec.name, self.draft.codec.parameters)
-                self.draft = replace(self.draft, kernels=report.kernels, codec=codec)
+                names = dict.fromkeys([*before, report.kernels])
+                self.draft = replace(self.draft, kernels="; ".join(names), codec=codec)
                 manifest.write(self._cache, self.draft)
         self._first = False
         if report.done is None:

@@ -66,7 +66,7 @@ class Manifest:
     """Rows read, samples, tokens, skipped by reason, hash of the sorted sample keys."""
     versions: dict[str, str]
     kernels: str
-    """Which implementation of each kernel produced the states."""
+    """Which implementation of each kernel produced the states; several, with "; " between, where runs differed."""
     audit: dict[str, Any] = field(default_factory=dict)
     """How many samples were checked while they were made, and the keys of those to recompute later."""
     shards: list[ShardInfo] = field(default_factory=list)

@@ -1,11 +1,13 @@
 """Extraction at the real shapes of Qwen3.6-27B, random weights: stock transformers, ours, and ours to durable shards.
 
-    python benchmarks/extract/run.py --out FILE.json [--devices 0,1] [--work FOLDER]
+    python benchmarks/extract/run.py --out FILE.json [--devices 0,1] [--work FOLDER] [--codec ecsq]
 
-Everything is of one process (a process a GPU with several), beside the matrix rate measured before and after.
+Everything is of one process (a process a GPU with several), beside the matrix rate measured before and after. Where
+flash_qla is installed, fla would use it for the delta rule: it is kept from it, and has turns of its own.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -26,9 +29,10 @@ import numpy as np
 import pyarrow as pa
 import shapes
 import torch
+import torch.nn.functional as F
 
 from dflash_offline.extract import kernels, plan
-from dflash_offline.extract.config import EcsqConfig, ExtractConfig
+from dflash_offline.extract.config import ExtractConfig, GuardConfig
 from dflash_offline.extract.forward import batches
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.runner import Runner, launches, rows
@@ -45,6 +49,8 @@ BUDGET = 32768
 SHARD_TOKENS = 60_000
 SHARDS = 3
 """Of one turn."""
+QLA = "FLA_FLASH_QLA"
+"""Asked by fla at every call."""
 
 
 def timed(work: Any) -> float:
@@ -77,6 +83,20 @@ def padded_rate(model: Any, lengths: list[int]) -> float:
     return sum(lengths) / seconds
 
 
+@torch.inference_mode()
+def single_rate(model: Any, lengths: list[int]) -> float:
+    """Tokens/s when samples go one by one, with all logits, which a whole causal model computes."""
+    head = torch.randn(model.config.vocab_size, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    rows = [torch.randint(0, 248000, (1, n), device="cuda") for n in lengths]
+
+    def run() -> None:
+        for ids in rows:
+            F.linear(model(input_ids=ids, use_cache=False).last_hidden_state, head)
+
+    run()
+    return sum(lengths) / timed(run)
+
+
 def write_plan(folder: Path, tasks: int) -> list[plan.Task]:
     """Random samples of the dataset's lengths, in tasks of about SHARD_TOKENS."""
     (folder / plan.FOLDER).mkdir(parents=True)
@@ -96,11 +116,11 @@ def write_plan(folder: Path, tasks: int) -> list[plan.Task]:
     return found[:tasks]
 
 
-def runner_of(capture: Any, work: Path) -> Runner:
+def runner_of(capture: Any, work: Path, codec: Any) -> Runner:
     """As extraction makes it, around a decoder with random weights."""
     from concurrent.futures import ThreadPoolExecutor
 
-    config = ExtractConfig(cache=work, codec="ecsq", ecsq=EcsqConfig(), token_budget=BUDGET)
+    config = ExtractConfig(cache=work, codec=codec, token_budget=BUDGET)
     return Runner(
         config=config,
         layers=shapes.FEATURES,
@@ -186,11 +206,13 @@ def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
     return {"wall ms": 1e3 * wall, "kernels ms": total, "tokens": task.tokens, "by kind": kinds, "largest": largest}
 
 
-def ready(model: Any, device: int, work: Path, tell: Callable[[str, Any], None]) -> tuple[Runner, list[plan.Task]]:
+def ready(
+    model: Any, device: int, work: Path, tell: Callable[[str, Any], None], codec: str = ExtractConfig.codec
+) -> tuple[Runner, list[plan.Task]]:
     """The tool around `model`, calibrated and compiled: its first shard was written."""
     tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
     begin = time.perf_counter()
-    runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work)
+    runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work, codec)
     torch.cuda.empty_cache()
     work.mkdir(parents=True, exist_ok=True)
     tasks = write_plan(work, SHARDS)
@@ -201,9 +223,11 @@ def ready(model: Any, device: int, work: Path, tell: Callable[[str, Any], None])
     return runner, tasks
 
 
-def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, stock: bool, pairs: int) -> None:
+def measure(device: int, args: Any, barrier: Any, answers: Any, alone: bool) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
+    work = args.work / str(device)
+    os.environ[QLA] = "0"
     begun, result = time.perf_counter(), dict[str, Any]()
 
     def tell(name: str, value: Any) -> None:
@@ -213,18 +237,28 @@ def measure(device: int, work: Path, barrier: Any, answers: Any, alone: bool, st
     tell("burst TFLOP/s", gemm_rate(1))
     model = shapes.decoder("sdpa", torch.device("cuda", device))
     lengths = shapes.lengths(4096)
-    if alone and stock:
+    if alone and not args.together_only:
         tell("stock", stock_rate(model))
         tell("padded to the longest of 32, tokens/s", padded_rate(model, lengths[:32]))
-    runner, tasks = ready(model, device, work, tell)
+        tell("one by one with all logits, tokens/s", single_rate(model, lengths[:16]))
+        torch.cuda.empty_cache()
+    runner, tasks = ready(model, device, work, tell, args.codec)
+    quiet = replace(runner, config=replace(runner.config, guard=GuardConfig(audit_every=0)))
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     barrier.wait()
     tell("disk MB/s, all at once", disk_rate(work))
     turns: dict[str, list[float]] = {"discard": [], "shards": []}
-    for _ in range(pairs):
+    if alone and not args.together_only:
+        turns["shards, no audit"] = []
+    if importlib.util.find_spec("flash_qla"):
+        turns |= {"discard, flash_qla": [], "shards, flash_qla": []}
+        os.environ[QLA] = "1"
+        tell("flash_qla, first row s", timed(lambda: next(rows(runner, plan.load_task(work, tasks[0])))))
+    for _ in range(args.pairs):
         for name in turns:
             barrier.wait()
-            turns[name].append(turn(runner, work, tasks, name == "discard"))
+            os.environ[QLA] = "1" if "qla" in name else "0"
+            turns[name].append(turn(quiet if "no audit" in name else runner, work, tasks, "discard" in name))
         tell("tokens/s so far", turns)
     if not alone:
         turns["shards, the others idle"] = []
@@ -248,6 +282,7 @@ def main() -> None:
     parser.add_argument("--devices", default="0")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "extract-bench")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--codec", default=ExtractConfig.codec)
     parser.add_argument("--together-only", action="store_true", help="neither one device first, nor stock transformers")
     args = parser.parse_args()
     devices = [int(d) for d in args.devices.split(",")]
@@ -259,7 +294,7 @@ def main() -> None:
         processes = [
             context.Process(
                 target=measure,
-                args=(d, args.work / str(d), barrier, answers, len(group) == 1, not args.together_only, args.pairs),
+                args=(d, args, barrier, answers, len(group) == 1),
                 daemon=True,
             )
             for d in group
@@ -280,6 +315,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
         "versions": {n: version(n) for n in ("torch", "triton", "transformers", "fla-core")},
+        "codec": args.codec,
         **found,
     }
     args.out.write_text(json.dumps(result, indent=1))
