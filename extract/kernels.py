@@ -10,15 +10,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from dflash_offline.shards.errors import UsageError
 
 PACKED_ATTENTION = "packed_sdpa"
+OLDEST_FLA = "0.6.0"
+"""What was tested; before it kernels raced on Blackwell (fla-org/flash-linear-attention#1228)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +100,15 @@ def _fast_kernels(allow_slow: bool) -> tuple[Any, Any]:
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        if Version(found := version("fla-core")) < Version(OLDEST_FLA):
+            raise ImportError(f"fla-core is {found}, expected {OLDEST_FLA} or newer")
     except Exception as error:  # a broken extension may raise anything at import, and its own words help most
         if allow_slow:
             return None, None
         raise UsageError(
-            f"flash-linear-attention does not import ({type(error).__name__}: {error}); "
-            f"pip install 'dflash-offline[cuda]', or pass --allow-slow True to run many times slower"
+            f"flash-linear-attention cannot be used ({type(error).__name__}: {error}); "
+            f"pip install -U 'dflash-offline[cuda]', or pass --allow-slow True to run many times slower"
         ) from error
     return chunk_gated_delta_rule, causal_conv1d
 

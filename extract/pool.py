@@ -27,6 +27,7 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.events import Events
 from dflash_offline.extract.plan import Plan
 from dflash_offline.extract.task import Done
+from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -175,8 +176,13 @@ def run(
         elif not workers:
             raise RunError(f"no worker is left: {error}; rerun to retry")
 
-    def hear(worker: _Worker, message: Report | None) -> None:
-        worker.heard, worker.began = time.monotonic(), True
+    def hear(worker: _Worker, message: Report | str | None) -> None:
+        worker.heard = time.monotonic()
+        if isinstance(message, str):
+            if worker.slot == 0:  # the others do the same
+                say(f"{devices[0]}: {message}")
+            return
+        worker.began = True
         if message is None:
             return
         worker.tasks.remove(message.number)
@@ -260,13 +266,15 @@ def _serve(connection: Connection, job: Job, device: str) -> None:
     sending = threading.Lock()
     said = -_SAY_EVERY
 
-    def send(report: Report | None) -> None:
+    def send(report: Report | str | None) -> None:
         with sending, suppress(BrokenPipeError, ConnectionError):  # the parent may be gone
             connection.send(report)
 
-    def beat() -> None:
+    def beat(begun: str = "") -> None:
         nonlocal said
-        if (now := time.monotonic()) - said > _SAY_EVERY:
+        if begun:
+            send(begun)
+        elif (now := time.monotonic()) - said > _SAY_EVERY:
             said = now
             send(None)
 

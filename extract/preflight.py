@@ -19,7 +19,7 @@ from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.index import SHARDS_FOLDER
 
-PACKAGES = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "triton")
+PACKAGES = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "flash-qla", "triton")
 _CONTEXT = 1 << 30
 """What CUDA and the kernels' own buffers take of a GPU."""
 
@@ -94,6 +94,20 @@ def check_devices(config: ExtractConfig, devices: list[str], target: Target, lay
             f"or a smaller --token-budget"
         )  # fmt: skip
     return devices
+
+
+def check_rows(config: ExtractConfig, devices: Sequence[str], target: Target) -> None:
+    """Raises UsageError when kernels on a GPU would count a row's values beyond 32 bits."""
+    c = target.config
+    if not devices[0].startswith("cuda") or not target.model_type.startswith("qwen3_5"):
+        return
+    # The widest that a delta rule's kernels step over: what the convolution reads.
+    width = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
+    most, name = max((config.token_budget, "token_budget"), (config.data.max_length, "data.max_length"))
+    if most > (limit := (2**31 - 1) // width):
+        raise UsageError(
+            f"{name} = {most}: expected at most {limit} on a GPU, where kernels count {width} values a token in 32 bits"
+        )
 
 
 def check_disk(config: ExtractConfig, layers: int, hidden: int, tokens: int) -> None:

@@ -27,6 +27,8 @@ from dflash_offline.extract.plan import Planned
 from dflash_offline.extract.target import Target, load_decoder, open_target
 from dflash_offline.shards.keys import last_positions
 
+Beat = Callable[..., None]
+"""Called as a sign of life, with words where something slow begins."""
 _PATIENCE = 120.0
 """Seconds for the rows before one that did not fit to be written."""
 
@@ -71,7 +73,7 @@ class Runner:
     """What checks.probe found."""
     watch: Watch = field(default_factory=Watch)
     alive: Alive = field(default_factory=Alive)
-    beat: Callable[[], None] = lambda: None
+    beat: Beat = lambda begun="": None
     """Called for every row that is done: computed, or written."""
 
 
@@ -109,7 +111,7 @@ class Row:
 
 
 def start_runner(
-    config: ExtractConfig, layers: Sequence[int], device: torch.device, beat: Callable[[], None] = lambda: None
+    config: ExtractConfig, layers: Sequence[int], device: torch.device, beat: Beat = lambda begun="": None
 ) -> Runner:
     """Load the configured target onto `device`; the slow part of a worker's start."""
     return make_runner(config, open_target(config.target.path, config.target.revision), layers, device, beat)
@@ -120,7 +122,7 @@ def make_runner(
     target: Target,
     layers: Sequence[int],
     device: torch.device,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = lambda begun="": None,
 ) -> Runner:
     """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
     if device.type == "cuda":
@@ -131,7 +133,11 @@ def make_runner(
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
     attention = kernels.PACKED_ATTENTION if packed else "sdpa"
     dtype = compute_dtype(config, device)
+    beat(f"loading {config.target.path}")
     model = load_decoder(target, max(captured), device, dtype, attention)
+    beat(
+        "compiling kernels where that was not done before" + ", and comparing with the stock model" * config.guard.probe
+    )
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     hybrid = packed and target.model_type.startswith("qwen3_5")

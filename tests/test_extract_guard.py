@@ -17,7 +17,7 @@ from runs import arguments, call, copy_without_shards, extract
 from targets import write_target
 from torch import Tensor
 
-from dflash_offline.extract import checks, events, kernels, plan, preflight, runner
+from dflash_offline.extract import checks, events, plan, preflight, runner
 from dflash_offline.extract.config import ExtractConfig, GuardConfig, TargetConfig
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
@@ -29,8 +29,6 @@ from dflash_offline.shards.build import claim
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.frames import encode_frames
-from dflash_offline.shards.manifest import read as read_manifest
-from dflash_offline.shards.manifest import write as write_manifest
 from dflash_offline.shards.writer import Identity
 
 CPU = torch.device("cpu")
@@ -398,24 +396,3 @@ def test_one_config_for_all_that_watches() -> None:
         with pytest.raises(ValueError, match="task_slice is "):
             ExtractConfig(task_slice=bad)
     assert json.dumps(ExtractConfig(task_slice="1/3").share()) == "[1, 3]"
-
-
-def test_kernels_of_every_run_are_named(site: Path, tmp_path: Path) -> None:
-    copy_without_shards(site, tmp_path / "c")
-    ours = Cache(site / "cache").manifest.kernels
-    for other in ("other", f"other; {ours}"):
-        before = read_manifest(tmp_path / "c")
-        write_manifest(tmp_path / "c", replace(before, kernels=other, complete=False, shards=[], index={}))
-        done = extract(*arguments(site, tmp_path / "c"))
-        assert done.returncode == 0 and ("begun with other kernels: other" in done.stdout) == (other == "other")
-        assert Cache(tmp_path / "c").manifest.kernels == f"other; {ours}"
-        for path in (tmp_path / "c" / "shards").glob("*.arrow"):
-            path.unlink()
-
-
-def test_what_fla_hands_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule"
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)  # type: ignore[attr-defined]
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule by flash_qla"
-    monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule"

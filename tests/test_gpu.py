@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.run import run as extract
 from dflash_offline.extract.target import load_decoder, open_target
 from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import UsageError
 from dflash_offline.train import checkpoint
 from dflash_offline.train.config import DataConfig as TrainData
 from dflash_offline.train.config import ModelConfig, OptimConfig, SaveConfig, TrainConfig
@@ -142,3 +144,17 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for lines, weights in (twice, again):
         assert lines == whole[0]
         assert all(torch.equal(whole[1][name], weights[name]) for name in weights)
+
+
+def test_b34_a_gpu_without_fast_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is there and its extension is broken; allowed, the manifest says what ran."""
+    write_target(tmp_path / "t")
+    (tmp_path / "stub" / "fla").mkdir(parents=True)
+    (tmp_path / "stub" / "fla" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path / "stub")  # workers get the path of their parent
+    data = DataConfig(files=(write_chats(tmp_path / "d.jsonl", 10),))
+    config = ExtractConfig(target=TargetConfig(path=str(tmp_path / "t")), data=data, cache=tmp_path / "c")
+    with pytest.raises(UsageError, match="undefined symbol: _ZN3c10"):
+        extract(config)
+    assert extract(replace(config, allow_slow=True)) == 0
+    assert "delta_rule: torch reference" in Cache(tmp_path / "c").manifest.kernels
