@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
                 cache=cache,
                 run_dir=tmp_path / name,
                 device="cuda",
-                model=ModelConfig(layers=2, block_size=8, sliding_window=16),
+                model=ModelConfig(layers=2, block_size=8, sliding_window=16, head_dim=16),  # flex attention's least
                 data=TrainData(row_tokens=256, row_anchors=32, rows_per_step=2, val_fraction=0.0),
                 optim=OptimConfig(epochs=9, max_steps=8),
                 save=SaveConfig(every=1, keep_last=9),

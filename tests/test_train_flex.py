@@ -63,10 +63,12 @@ def test_sizes_that_are_no_multiples_are_refused() -> None:
 
 
 def test_rows_that_do_not_fit_the_tiles_are_told() -> None:
-    def said(tokens: int, anchors: int, device: str, dtype: torch.dtype = torch.bfloat16) -> str:
-        builder: Any = SimpleNamespace(row_tokens=tokens, row_anchors=anchors, spec=SimpleNamespace(block_size=16))
+    def said(tokens: int, anchors: int, device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 16) -> str:
+        spec = SimpleNamespace(block_size=16, head_dim=head_dim)
+        builder: Any = SimpleNamespace(row_tokens=tokens, row_anchors=anchors, spec=spec)
         return slow_shape(builder, torch.device(device), dtype)
 
     assert said(3072, 512, "cuda") == said(3000, 500, "cpu") == ""
     assert "data.row_tokens 3000, data.row_anchors x model.block_size 8000" in said(3000, 500, "cuda")
     assert "computing in float32" in said(3072, 512, "cuda", torch.float32)
+    assert "model.head_dim 8; expected" in said(3072, 512, "cuda", head_dim=8)

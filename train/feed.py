@@ -15,6 +15,9 @@ from dflash_offline.train.masks import TILE, Attends
 from dflash_offline.train.plan import Ints
 from dflash_offline.train.rows import Packed, Row, RowBuilder, ahead
 
+NARROWEST = 16
+"""Width of a head, below which flex attention has no kernel for a GPU."""
+
 
 def feed(
     builder: RowBuilder,
@@ -65,7 +68,8 @@ def tensors(row: Row) -> Iterator[Tensor]:
 
 def tiled(builder: RowBuilder) -> bool:
     """Whether rows have the shape that the fast attention needs."""
-    return builder.row_tokens % TILE == 0 and builder.row_anchors * builder.spec.block_size % TILE == 0
+    spec = builder.spec
+    return builder.row_tokens % TILE == builder.row_anchors * spec.block_size % TILE == 0 and spec.head_dim >= NARROWEST
 
 
 def slow_shape(builder: RowBuilder, device: torch.device, dtype: torch.dtype) -> str:
@@ -75,6 +79,6 @@ def slow_shape(builder: RowBuilder, device: torch.device, dtype: torch.dtype) ->
     slots = builder.row_anchors * builder.spec.block_size
     return (
         f"attention is many times slower than it could be: computing in {str(dtype).removeprefix('torch.')}, "
-        f"data.row_tokens {builder.row_tokens}, data.row_anchors x model.block_size {slots}; "
-        f"expected bfloat16 and multiples of {TILE}"
+        f"data.row_tokens {builder.row_tokens}, data.row_anchors x model.block_size {slots}, "
+        f"model.head_dim {builder.spec.head_dim}; expected bfloat16, multiples of {TILE}, heads of {NARROWEST} or more"
     )

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from dflash_offline.shards.errors import RunError, UsageError
 
 T = TypeVar("T")
-
+PATIENCE = timedelta(minutes=30)
+"""For another rank, which may be waiting for a slow disk. NCCL's own would be 10 minutes."""
 
 # The last collective lives to the end of the process. Otherwise gloo's thread may be the last to let go of it; it needs
 # the interpreter for that, and aborts the process when that is already ending.
@@ -68,7 +70,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until every rank is here. torchrun ends the others when one leaves with a code, so they leave together."""
-        self.sum(torch.zeros(1, device=self.device))
+        self.sum(torch.zeros(1, device=self.device)).item()  # on a GPU only asking for it waits
 
     def _reduce(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:
@@ -139,7 +141,7 @@ def connect(device: str) -> Iterator[Ranks]:
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UsageError(
@@ -148,5 +150,8 @@ def connect(device: str) -> Iterator[Ranks]:
         ) from None
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if here.type == "cpu":
+            dist.destroy_process_group()
+        raise  # NCCL would wait for the others, and what went wrong here would be said after minutes, or never
+    dist.destroy_process_group()
