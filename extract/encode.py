@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_offline.extract import kernels
 from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.codecs import Codec
 from dflash_offline.shards.frames import pack, spans
@@ -36,7 +37,7 @@ class Encoder:
         # Copied beside the forwards as well: in their queue it would wait for all that were begun.
         with self.beside():
             self._codec = codec.to(device)
-        self._pool = ThreadPoolExecutor(THREADS if on_gpu else 1)
+        self._pool = ThreadPoolExecutor(THREADS if on_gpu else 1, initializer=kernels.own, initargs=(device,))
 
     def beside(self) -> AbstractContextManager[Any]:
         """Within it the device's work is queued beside the forwards; its states must be there already."""
@@ -59,7 +60,7 @@ class Encoder:
             return _Planes(codec, planes, layers, len(states_PLD), None)
         # Pinned memory must not be read before the copy is there, nor given up: the allocator knows the queue.
         copied = [torch.empty(p.shape, dtype=p.dtype, pin_memory=True).copy_(p, non_blocking=True) for p in planes]
-        arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         arrived.record()
         return _Planes(codec, copied, layers, len(states_PLD), arrived)
 

@@ -50,6 +50,12 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
         _row = None
 
 
+def own(device: torch.device) -> None:
+    """Make a GPU this thread's own: Triton's kernels and events go there, whatever tensors they are given."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor on `device`. From memory that is not pinned, a GPU's queue would have to be empty first."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

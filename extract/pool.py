@@ -168,8 +168,11 @@ def run(
         del workers[connection]
         error = worker.hung or f"worker on {devices[worker.slot]} ended with code {worker.process.exitcode}"
         events("lost", worker=worker.process.pid, device=devices[worker.slot], tasks=worker.tasks, error=error)
-        for number in worker.tasks:
-            queue.give_up(number, error)
+        for number in reversed(worker.tasks):
+            if worker.process.exitcode or worker.hung:
+                queue.give_up(number, error)
+            else:  # it told of its error and left; these it had not begun
+                queue.todo.appendleft(number)
         strikes[worker.slot] += 1
         if strikes[worker.slot] < ATTEMPTS:
             start(worker.slot)  # on a device that fails again and again it would use up every task's attempts

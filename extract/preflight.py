@@ -96,18 +96,17 @@ def check_devices(config: ExtractConfig, devices: list[str], target: Target, lay
     return devices
 
 
-def check_rows(config: ExtractConfig, devices: Sequence[str], target: Target) -> None:
-    """Raises UsageError when kernels on a GPU would count a row's values beyond 32 bits."""
+def check_rows(config: ExtractConfig, devices: Sequence[str], target: Target, layers: int) -> None:
+    """Raises UsageError when the codec, or a kernel on a GPU, would count a row's values beyond 32 bits."""
     c = target.config
-    if not devices[0].startswith("cuda") or not target.model_type.startswith("qwen3_5"):
-        return
-    # The widest that a delta rule's kernels step over: what the convolution reads.
-    width = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
+    limit = (2**32 - 1) // (layers * c.hidden_size)
+    if devices[0].startswith("cuda") and target.model_type.startswith("qwen3_5"):
+        # The widest that a delta rule's kernels step over, signed: what the convolution reads.
+        read = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
+        limit = min(limit, (2**31 - 1) // read)
     most, name = max((config.token_budget, "token_budget"), (config.data.max_length, "data.max_length"))
-    if most > (limit := (2**31 - 1) // width):
-        raise UsageError(
-            f"{name} = {most}: expected at most {limit} on a GPU, where kernels count {width} values a token in 32 bits"
-        )
+    if most > limit:
+        raise UsageError(f"{name} = {most}: expected at most {limit}: a row's values are counted in 32 bits")
 
 
 def check_disk(config: ExtractConfig, layers: int, hidden: int, tokens: int) -> None:

@@ -60,7 +60,7 @@ def run(config: ExtractConfig) -> int:
     task_tokens = _task_tokens(config, len(layers) * hidden)
     if config.dry_run:
         return dry_run(config, renderer, task_tokens, len(layers), hidden, len(devices))
-    preflight.check_rows(config, devices, target)
+    preflight.check_rows(config, devices, target, len(layers))
     devices = preflight.check_devices(config, devices, target, layers)
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None

@@ -25,6 +25,7 @@ from dflash_offline.extract.forward import Capture, batches
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
 from dflash_offline.extract.target import Target, load_decoder, open_target
+from dflash_offline.shards.errors import RunError
 from dflash_offline.shards.keys import last_positions
 
 Beat = Callable[..., None]
@@ -125,9 +126,7 @@ def make_runner(
     beat: Beat = lambda begun="": None,
 ) -> Runner:
     """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
-    if device.type == "cuda":
-        # Triton's kernels and events go to the thread's current device, whatever tensors they are given.
-        torch.cuda.set_device(device.index or 0)
+    kernels.own(device)
     used = kernels.install(target.model_type, device, config.allow_slow)
     packed = config.batching == "packed"
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
@@ -150,7 +149,7 @@ def make_runner(
         capture=capture,
         kernels=used,
         device=device,
-        writer=ThreadPoolExecutor(1),
+        writer=ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,)),
         probe=found,
         beat=beat,
     )
@@ -185,7 +184,7 @@ def _begun(runner: Runner, samples: list[Planned], states_PLD: Tensor | None) ->
     ready: Any = None
     if finite_P.is_cuda:
         finite_P = torch.empty(finite_P.shape, dtype=torch.bool, pin_memory=True).copy_(finite_P, True)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         ready.record()
     return runner.alive.count(Launched(samples=samples, states_PLD=states_PLD, finite_P=finite_P, ready=ready))
 
@@ -205,8 +204,11 @@ def finished(runner: Runner, row: Launched) -> Row:
 
 def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Planned], Tensor | None]]:
     """bf16 [P, L, D] of the samples; those that do not fit are halved, a sample that does not fit has None."""
-    # A row that does not fit beside those before it may fit alone.
-    found = _captured(runner, samples) or (runner.alive.below(1, _PATIENCE) and _captured(runner, samples))
+    found = _captured(runner, samples)
+    if not found:  # it may fit when those before it are gone
+        if not runner.alive.below(1, _PATIENCE):
+            raise RunError(f"no memory for a row, and those before it were not written in {_PATIENCE:g} s; rerun")
+        found = _captured(runner, samples)
     if not found and len(samples) > 1:
         half = len(samples) // 2
         yield from _states(runner, samples[:half])

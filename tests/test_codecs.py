@@ -179,3 +179,17 @@ def test_rate_and_distortion_on_gaussian_channels(delta: float, most: float, lea
     assert sum(map(len, made)) * 8 / x_TLD.numel() < most
     y_TLD = torch.cat([frames.decode_frame(codec, memoryview(f), 128) for f in made]).view(x_TLD.shape)
     assert float(chan_snr(x_TLD, y_TLD).min()) > least
+
+
+def test_escapes_of_a_row_of_more_than_2_31_values_are_kept() -> None:
+    """A row of samples is encoded whole and then cut; nothing here has its size, but the places of two escapes."""
+    tokens, hidden = 120_000, 5120
+    codec = codecs.calibrate("ecsq", torch.randn(16, 5, hidden).bfloat16(), {})
+    symbols = torch.zeros(1, dtype=torch.uint8).expand(5 * tokens * hidden)
+    scales = torch.ones(1, dtype=torch.bfloat16).view(torch.uint8).expand(5 * tokens, 2).reshape(-1)
+    places = [(4 * tokens + 70_001) * hidden + 7, (4 * tokens + 90_000) * hidden]
+    index = torch.tensor(places, dtype=torch.int64).view(torch.int32)[::2].clone().view(torch.uint8)
+    values = torch.tensor([100.0, 200.0], dtype=torch.bfloat16).view(torch.uint8)
+    found = codec.cut([symbols, scales, index, values], 5, tokens, 70_000, 70_004)
+    assert found[2].view(torch.int32).tolist() == [(4 * 4 + 1) * hidden + 7]
+    assert found[3].view(torch.bfloat16).tolist() == [100.0]

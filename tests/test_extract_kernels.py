@@ -89,17 +89,18 @@ def test_kernels_of_every_run_are_in_the_manifest(site: Path, tmp_path: Path) ->
 
 def test_rows_beyond_32_bits_are_refused(tmp_path: Path) -> None:
     """The widths of Qwen3.6-27B."""
-    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 48}
+    heads = {"hidden_size": 5120, "linear_num_key_heads": 16, "linear_num_value_heads": 48}
     config = SimpleNamespace(**heads, linear_key_head_dim=128, linear_value_head_dim=128)
     target: Any = SimpleNamespace(model_type=FAMILY, config=config)
 
-    def check(device: str = "cuda:0", longest: int = 4096, **settings: Any) -> None:
-        data = DataConfig(max_length=longest)
-        preflight.check_rows(ExtractConfig(cache=tmp_path, data=data, **settings), [device], target)
+    def check(device: str, layers: int = 5, longest: int = 4096, **settings: Any) -> None:
+        config = ExtractConfig(cache=tmp_path, data=DataConfig(max_length=longest), **settings)
+        preflight.check_rows(config, [device], target, layers)
 
-    check(token_budget=209_715, longest=209_715)
-    check("cpu", token_budget=10**6)
-    with pytest.raises(UsageError, match=r"token_budget = 209716: expected at most 209715 on a GPU"):
-        check(token_budget=209_716)
-    with pytest.raises(UsageError, match=r"data.max_length = 300000"):
-        check(longest=300_000)
+    check("cuda:0", token_budget=167_772, longest=167_772)
+    check("cuda:0", layers=2, token_budget=209_715)
+    check("cpu", layers=2, token_budget=419_430)
+    with pytest.raises(UsageError, match=r"token_budget = 209716: expected at most 209715: "):
+        check("cuda:0", layers=2, token_budget=209_716)
+    with pytest.raises(UsageError, match=r"data.max_length = 167773: expected at most 167772: "):
+        check("cpu", longest=167_773)

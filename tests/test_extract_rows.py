@@ -13,7 +13,7 @@ from runs import copy_without_shards
 from dflash_offline.extract import plan, task
 from dflash_offline.extract.config import ExtractConfig, TargetConfig
 from dflash_offline.extract.runner import Runner, start_runner
-from dflash_offline.shards.errors import CorruptError
+from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.index import shard_name
 
 
@@ -98,3 +98,15 @@ def test_a_failed_task_keeps_no_rows(runner: Runner, tmp_path: Path, monkeypatch
         assert isinstance(error := done.exception(), CorruptError)
     assert runner.alive.below(1, 1) and error
     task.run_task(runner, tmp_path / "c", 0, found.tasks[0]).result()
+
+
+def test_a_slow_disk_is_no_lack_of_memory(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample is skipped because the rows before it have not been written yet."""
+    found = plan.read(tmp_path / "c")
+    assert found is not None
+    monkeypatch.setattr("dflash_offline.extract.runner._PATIENCE", 0.05)
+    runner = replace(runner, capture=Watched(runner, limit=1))  # type: ignore[arg-type]
+    slow(monkeypatch, 0.6)
+    with pytest.raises(RunError, match=r"those before it were not written in 0\.05 s; rerun"):
+        task.run_task(runner, tmp_path / "c", 0, found.tasks[0])
+    assert not list((tmp_path / "c" / "shards").glob("*.jsonl"))

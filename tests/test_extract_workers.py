@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,26 @@ def test_a_device_that_fails_again_and_again_is_left_alone(monkeypatch: pytest.M
 
 def _leave(*_: object) -> None:
     os._exit(7)
+
+
+def test_a_worker_that_tells_of_its_error_and_leaves_costs_one_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a GPU's does, whose device may be broken; it was given more meanwhile."""
+    job = pool.Job(config=ExtractConfig(), cache=tmp_path, layers=(), plan=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(pool, "_serve", _tell_and_leave)
+    done: list[int] = []
+    failed = pool.run(job, ["cuda:0"], [1, 2], False, lambda r: done.append(r.number), events.Events(tmp_path))
+    assert failed == {1: "broken"} and done == [2]
+    assert [e["attempt"] for e in events.read(tmp_path) if e["event"] == "failed"] == [1, 2, 3]
+
+
+def _tell_and_leave(connection: Any, *_: object) -> None:
+    with suppress(EOFError):
+        while (number := connection.recv()) != 1:
+            connection.send(pool.Report(number=number))
+        time.sleep(0.3)
+        connection.send(pool.Report(number=1, error="broken"))
 
 
 @pytest.mark.parametrize(("samples", "workers"), [(7, 3), (1, 8)])

@@ -55,7 +55,8 @@ class Place:
 def start(place: Place, cache: Path | None, ranks: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Begin or continue the trial. The process is told to stop when this one dies."""
     (place.run / STATUS).unlink(missing_ok=True)  # so that it tells of this process
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # All on this host, whose own name need not be one that it can look up.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), *TRAIN, "run", "--config", str(place.config)]
     # The folders may have moved since the file was written.
     command += ["--run-dir", str(place.run), *(["--cache", str(cache)] if cache else [])]

@@ -121,14 +121,15 @@ def runner_of(capture: Any, work: Path, codec: Any) -> Runner:
     from concurrent.futures import ThreadPoolExecutor
 
     config = ExtractConfig(cache=work, codec=codec, token_budget=BUDGET)
+    device = torch.device("cuda", torch.cuda.current_device())
     return Runner(
         config=config,
         layers=shapes.FEATURES,
         captured=shapes.FEATURES,
         capture=capture,
         kernels="",
-        device=torch.device("cuda", torch.cuda.current_device()),
-        writer=ThreadPoolExecutor(1),
+        device=device,
+        writer=ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,)),
     )
 
 
@@ -305,7 +306,7 @@ def main() -> None:
         while len(results) < len(group):
             with suppress(queue.Empty):
                 results |= [answers.get(timeout=2)]
-            if any(p.exitcode for p in processes):
+            if len(results) < len(group) and any(p.exitcode for p in processes):
                 sys.exit("a device's process ended, see above; the others are ended with it")
         for process in processes:
             process.join()

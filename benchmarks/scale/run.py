@@ -180,7 +180,8 @@ def make_cache(folder: str) -> None:
 def training(count: int, work: Path, steps: int, seconds: float, program: Path = TRAIN) -> dict[str, Any]:
     """The training benchmark on `count` GPUs, and the host meanwhile. Its own processes are ended after `seconds`."""
     out = work / f"train-{count}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", str(program)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["--local-addr=127.0.0.1", str(program)]  # a host's name need not be one that it can look up
     command += ["--rank", "--work", str(work), "--steps", str(steps), "--out", str(out), "--only", "published"]
 
     def lines() -> int:

@@ -134,7 +134,8 @@ class Ecsq(Codec):
 
     def cut(self, planes: Sequence[Tensor], layers: int, tokens: int, start: int, stop: int) -> list[Tensor]:
         """Symbols and scales of the tokens, and the escapes among them at their places in the shorter piece."""
-        index, values = planes[2].view(torch.int32).long(), planes[3].view(torch.bfloat16)
+        # Of frames they are below 2^31, of a whole row of samples not.
+        index, values = planes[2].view(torch.int32).long() & 0xFFFFFFFF, planes[3].view(torch.bfloat16)
         row, channel = index // (hidden := self.mean_LD.shape[1]), index % hidden
         layer, token = row // tokens, row % tokens
         own = (token >= start) & (token < stop)
