@@ -20,7 +20,7 @@ PROGRAMS: dict[str, dict[str, type]] = {
     "dflash-train": {"run": TrainConfig, "eval": EvalConfig, "export": ExportConfig, "sweep": SweepConfig},
     "dflash-shards": {name: settings for name, (_, settings, *_) in COMMANDS.items()},
 }
-PAGES = ("tutorial", "choosing", "training", "evaluation", "sweep", "troubleshooting", "extraction", "scale")
+PAGES = ("gpu", "tutorial", "choosing", "training", "evaluation", "sweep", "troubleshooting", "extraction", "scale")
 
 
 def commands(text: str) -> list[list[str]]:
