@@ -61,8 +61,10 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def install(model_type: str, device: torch.device, allow_slow: bool) -> str:
+def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: bool = False) -> str:
     """Make the decoder family `model_type` respect `boundaries`. Returns which kernels will run, for the manifest.
+
+    `hybrid`: for hybrid.HybridCapture, whose convolution is its own.
 
     Raises UsageError when a fast kernel is missing on a GPU, with the package's own import error.
     """
@@ -83,6 +85,8 @@ def install(model_type: str, device: torch.device, allow_slow: bool) -> str:
         module.causal_conv1d_fn = _ours(conv, _convolution(_reference(conv), fast_conv))
         used["delta_rule"] = fla_rule() if fast_rule else "torch reference"
         used["conv"] = "fla triton causal_conv1d" if fast_conv else "torch reference"
+        if hybrid and device.type == "cuda":
+            used["conv"] = "dflash-offline triton"
     return ", ".join(f"{k}: {v}" for k, v in sorted(used.items()))
 
 

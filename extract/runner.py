@@ -127,19 +127,17 @@ def make_runner(
 ) -> Runner:
     """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
     kernels.own(device)
-    used = kernels.install(target.model_type, device, config.allow_slow)
     packed = config.batching == "packed"
+    hybrid = packed and target.model_type.startswith("qwen3_5")
+    used = kernels.install(target.model_type, device, config.allow_slow, hybrid)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
     attention = kernels.PACKED_ATTENTION if packed else "sdpa"
     dtype = compute_dtype(config, device)
     beat(f"loading {config.target.path}")
     model = load_decoder(target, max(captured), device, dtype, attention)
-    beat(
-        "compiling kernels where that was not done before" + ", and comparing with the stock model" * config.guard.probe
-    )
+    beat("loaded; the first rows compile kernels that are not compiled yet")
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
-    hybrid = packed and target.model_type.startswith("qwen3_5")
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
     found = {} if stock is None else checks.probe(capture, stock, captured, target.config.vocab_size)
     return Runner(

@@ -46,6 +46,8 @@ def test_b34_fast_kernels_are_named(fla: Path) -> None:
     assert kernels.install(FAMILY, CUDA, False) == (
         "attention: torch sdpa, conv: fla triton causal_conv1d, delta_rule: fla chunk_gated_delta_rule"
     )
+    own = kernels.install(FAMILY, CUDA, False, hybrid=True)
+    assert own == "attention: torch sdpa, conv: dflash-offline triton, delta_rule: fla chunk_gated_delta_rule"
 
 
 @pytest.mark.parametrize("broken", ["extension", "missing", "old"])
@@ -81,7 +83,7 @@ def test_kernels_of_every_run_are_in_the_manifest(site: Path, tmp_path: Path) ->
         manifest.write(tmp_path / "c", replace(found, kernels=before, complete=False, shards=[], index={}))
         done = extract(*arguments(site, tmp_path / "c"))
         assert done.returncode == 0 and ("begun with other kernels: other" in done.stdout) == (before == "other")
-        assert f"cpu: loading {site / 't'}" in done.stdout and "comparing with the stock model" in done.stdout
+        assert f"cpu: loading {site / 't'}" in done.stdout and "cpu: loaded; the first rows compile" in done.stdout
         assert Cache(tmp_path / "c").manifest.kernels == f"other; {SLOW}"
         for path in (tmp_path / "c" / "shards").glob("*.arrow"):
             path.unlink()

@@ -211,7 +211,7 @@ def ready(
     model: Any, device: int, work: Path, tell: Callable[[str, Any], None], codec: str = ExtractConfig.codec
 ) -> tuple[Runner, list[plan.Task]]:
     """The tool around `model`, calibrated and compiled: its first shard was written."""
-    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False))
+    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False, hybrid=True))
     begin = time.perf_counter()
     runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work, codec)
     torch.cuda.empty_cache()
