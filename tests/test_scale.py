@@ -99,9 +99,11 @@ if os.environ["RANK"] == "0":
 def test_training_that_fails_leaves_its_numbers(tmp_path: Path) -> None:
     (program := tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "fails").touch()
+    begin = time.monotonic()
     found = run.training(2, tmp_path, 12, 60, program)
+    whole = time.monotonic() - begin
     assert found["error"] == "ended with 1" and found["published"]["step ms"] == 220
-    assert 0.2 < found["host"]["seconds"] < 2.5  # of the late steps, not of the start
+    assert 0.2 < found["host"]["seconds"] < whole - 1  # of the late steps, not of the start
     assert run.summary({"training": {1: {"published": {"step ms": 210, "phases ms": {"data": 3}}}, 2: found}})[
         "training"
     ][2] == {"step ms": 220, "efficiency": round(210 / 220, 4), "data wait": round(2 / 220, 4)}
