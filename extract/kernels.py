@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -106,20 +106,38 @@ def _reference(stock: Any) -> Any:
     return getattr(stock, "__wrapped__", stock)
 
 
+def check_packages(model_type: str, device: str, allow_slow: bool) -> None:
+    """Raises UsageError where a GPU would have to do without fla, as far as can be told without opening it."""
+    if device.startswith("cuda") and model_type.startswith("qwen3_5") and not allow_slow and (fault := _fla_fault()):
+        raise _refusal(fault)
+
+
+def _fla_fault() -> str:
+    try:
+        found = version("fla-core")
+    except PackageNotFoundError:
+        return "not installed"
+    return f"fla-core is {found}, expected {OLDEST_FLA} or newer" if Version(found) < Version(OLDEST_FLA) else ""
+
+
+def _refusal(why: str) -> UsageError:
+    return UsageError(
+        f"flash-linear-attention cannot be used ({why}); pip install -U 'flash-linear-attention>={OLDEST_FLA}' triton, "
+        "or pass --allow-slow True to run many times slower"
+    )
+
+
 def _fast_kernels(allow_slow: bool) -> tuple[Any, Any]:
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        if Version(found := version("fla-core")) < Version(OLDEST_FLA):
-            raise ImportError(f"fla-core is {found}, expected {OLDEST_FLA} or newer")
+        if fault := _fla_fault():
+            raise ImportError(fault)
     except Exception as error:  # a broken extension may raise anything at import, and its own words help most
         if allow_slow:
             return None, None
-        raise UsageError(
-            f"flash-linear-attention cannot be used ({type(error).__name__}: {error}); "
-            f"pip install -U 'dflash-offline[cuda]', or pass --allow-slow True to run many times slower"
-        ) from error
+        raise _refusal(f"{type(error).__name__}: {error}") from error
     return chunk_gated_delta_rule, causal_conv1d
 
 

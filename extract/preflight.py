@@ -16,6 +16,7 @@ from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.target import Target, loaded_bytes
 from dflash_offline.shards.command import say
+from dflash_offline.shards.device import auto_device
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.index import SHARDS_FOLDER
 
@@ -54,9 +55,10 @@ class Gpu:
 
 def choose_devices(config: ExtractConfig) -> list[str]:
     """One device a worker."""
-    names = [] if config.devices == "auto" else config.devices.split(",")
-    if not names:
-        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    names = config.devices.split(",")
+    if config.devices == "auto":
+        gpus = auto_device("--devices cpu") == "cuda"
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else ["cpu"]
     for name in names:
         try:
             device = torch.device(name)

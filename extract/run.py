@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import xxhash
 
+from dflash_offline.extract import kernels, pool, preflight, roots
 from dflash_offline.extract import plan as plans
-from dflash_offline.extract import pool, preflight, roots
 from dflash_offline.extract.checks import is_drawn
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.events import Events
@@ -58,9 +58,10 @@ def run(config: ExtractConfig) -> int:
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
     hidden = target.config.hidden_size
     task_tokens = _task_tokens(config, len(layers) * hidden)
+    kernels.check_packages(target.model_type, devices[0], config.allow_slow)
+    preflight.check_rows(config, devices, target, len(layers))
     if config.dry_run:
         return dry_run(config, renderer, task_tokens, len(layers), hidden, len(devices))
-    preflight.check_rows(config, devices, target, len(layers))
     devices = preflight.check_devices(config, devices, target, layers)
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None

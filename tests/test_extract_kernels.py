@@ -12,7 +12,7 @@ from runs import arguments, copy_without_shards, extract
 
 from dflash_offline.extract import kernels, preflight
 from dflash_offline.extract.config import DataConfig, ExtractConfig
-from dflash_offline.shards import manifest
+from dflash_offline.shards import device, manifest
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 
@@ -63,9 +63,26 @@ def test_b34_a_slow_path_is_refused_in_the_package_s_own_words(
     else:
         monkeypatch.setattr(kernels, "version", lambda name: "0.5.9")
         said = "fla-core is 0.5.9, expected 0.6.0 or newer"
+        with pytest.raises(UsageError, match=said):  # before the dataset is read
+            kernels.check_packages(FAMILY, "cuda:0", False)
     with pytest.raises(UsageError, match=rf"Error: {said}\); pip install -U .*--allow-slow True"):
         kernels.install(FAMILY, CUDA, False)
     assert kernels.install(FAMILY, CUDA, True) == SLOW
+
+
+def test_a_gpu_that_torch_does_not_find_is_no_reason_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
+    assert preflight.choose_devices(ExtractConfig(cache=tmp_path)) == ["cpu"]
+    monkeypatch.setattr(device, "DRIVER", tmp_path)
+    with pytest.raises(UsageError, match=r"torch .* finds no GPU, though .* or use --devices cpu"):
+        preflight.choose_devices(ExtractConfig(cache=tmp_path))
+    assert preflight.choose_devices(ExtractConfig(cache=tmp_path, devices="cpu")) == ["cpu"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.choose_devices(ExtractConfig(cache=tmp_path)) == ["cpu"]
 
 
 def test_what_fla_hands_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +112,9 @@ def test_rows_beyond_32_bits_are_refused(tmp_path: Path) -> None:
     config = SimpleNamespace(**heads, linear_key_head_dim=128, linear_value_head_dim=128)
     target: Any = SimpleNamespace(model_type=FAMILY, config=config)
 
-    def check(device: str, layers: int = 5, longest: int = 4096, **settings: Any) -> None:
+    def check(where: str, layers: int = 5, longest: int = 4096, **settings: Any) -> None:
         config = ExtractConfig(cache=tmp_path, data=DataConfig(max_length=longest), **settings)
-        preflight.check_rows(config, [device], target, layers)
+        preflight.check_rows(config, [where], target, layers)
 
     check("cuda:0", token_budget=167_772, longest=167_772)
     check("cuda:0", layers=2, token_budget=209_715)

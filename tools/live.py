@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash_offline.shards.command import say
+from dflash_offline.shards.device import auto_device
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.sample import Sample
@@ -49,7 +50,7 @@ def live(config: Live) -> int:
         prompts = _prompts(config.prompts, tokenizer, config, cache)
     else:
         prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in picked]
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = config.device if config.device != "auto" else auto_device("--device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
     path = config.target or cache.caches[0].manifest.target["path"]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dflash_offline.shards.device import auto_device
 from dflash_offline.shards.errors import RunError, UsageError
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Sums:
 def connect(device: str) -> Iterator[Ranks]:
     """Join the peers that torchrun started; a process started by hand is alone and opens no port."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = auto_device("--device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
     if "TORCHELASTIC_RUN_ID" not in os.environ:

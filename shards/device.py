@@ -1,0 +1,28 @@
+"""The device that is used where none is named."""
+
+import os
+from pathlib import Path
+
+from dflash_offline.shards.errors import UsageError
+
+DRIVER = Path("/dev/nvidiactl")
+
+
+def auto_device(other: str) -> str:
+    """cuda where torch finds a GPU, else cpu.
+
+    Raises UsageError where NVIDIA's driver is loaded and torch finds none: nobody wants a CPU by mistake. `other`: the
+    flag that asks for one.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if DRIVER.exists() and not hidden:
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        raise UsageError(
+            f"torch {torch.__version__}, built {built}, finds no GPU, though NVIDIA's driver is loaded; install one "
+            f"built for its version of CUDA, which nvidia-smi shows, or use {other}"
+        )
+    return "cpu"
