@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "cuda:1: ValueError: no room" in found["extraction"]["error"]
     assert [found["training"][n]["published"]["step ms"] for n in "12"] == [210, 220]
     assert found["summary"]["training"]["2"]["efficiency"] == round(210 / 220, 4)
+    assert found["codec"] == "lossless"  # the default of what is measured
     assert list(work.iterdir()) == [kept]
 
 
@@ -163,3 +164,82 @@ def test_a_busy_process_is_a_core_of_ours() -> None:
         pass
     after = host.counters()
     assert 0.4 < after["ours"] - before["ours"] < 0.8 and after["busy"] - before["busy"] > 0.3
+
+
+@cache
+def benchmark() -> Any:
+    """That of training. Not imported above: spawned processes would import torch, too."""
+    return run.script("train")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """It at shapes that a CPU computes at once."""
+    train_run = benchmark()
+    shapes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 248320, "head_dim": 16}
+    shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(train_run, "TARGET", train_run.TARGET | shapes)
+    monkeypatch.setattr(train_run, "HIDDEN", 64)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda: None)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 0)
+    return train_run
+
+
+FLAGS = ["--data.row-tokens", "64", "--data.row-anchors", "4", "--model.block-size", "4", "--model.layers", "1"]
+
+
+def test_what_a_training_benchmark_says_of_its_steps(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs after the first step and at the end, the codec of the cache, and steps split by kernel."""
+    import torch.profiler
+    from torch._dynamo.utils import counters
+
+    small.make_cache(tmp_path / "ecsq", [40, 50, 30, 20, 44], 0.7, None)
+    small.make_cache(tmp_path / "exact", [40, 50, 30, 20], 0.7, tmp_path / "ecsq" / "target", "lossless")
+    passed: list[int] = []
+    real = small.steps_of
+
+    def counting(*words: Any) -> Any:
+        *others, after = words
+
+        def at_end(step: int) -> None:
+            counters["stats"]["unique_graphs"] += {1: 3, 4: 1}.get(step, 0)  # a CPU compiles nothing
+            passed.append(step)
+            after(step)
+
+        return real(*others, at_end)
+
+    monkeypatch.setattr(small, "steps_of", counting)
+    found = small.run(tmp_path / "run", tmp_path / "ecsq", 6, FLAGS)
+    assert passed == [1, 2, 3, 4, 5, 6] and not list((tmp_path / "run").glob("checkpoints/step*"))
+    assert found["codec"] == "ecsq" and found["graphs"] == {"after the first step": 3, "at the end": 4}
+    assert None not in found.values() and found["step ms"] > 0
+    assert small.run(tmp_path / "other", tmp_path / "exact", 3, FLAGS)["codec"] == "lossless"
+    of_cpu = partial(torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU])
+    monkeypatch.setattr("torch.profiler.profile", lambda activities: of_cpu())
+    told = small.split(tmp_path / "split", tmp_path / "ecsq", FLAGS)
+    assert passed[-1] == small.WARM + small.SPLIT and told["wall ms"] > 0 and told["kernels ms"] == 0
+
+
+def test_kernels_by_kind() -> None:
+    names = {
+        "nvjet_sm90_tst_192x208": 100.0,
+        "triton_tem_fused_flex_attention_backward_1": 20.0,
+        "triton_red_fused_add_mul_2": 5.0,
+        "_adamw": 15.0,
+        "_losses": 4.0,
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": 8.0,
+        "Memcpy HtoD (Pinned -> Device)": 2.0,
+        "Memset (Device)": 1.0,
+        "void at::native::reduce_kernel<512>": 3.0,
+        **{f"small {n}": 0.001 for n in range(30)},
+    }
+    found = benchmark().by_kind(names)
+    assert found["by kind"] == {
+        "matrix products": 100, "attention": 20, "AdamW": 15, "collectives": 8, "norms and SwiGLU": 5, "loss": 4,
+        "other": 3.03, "copies": 2, "memset": 1,
+    }  # fmt: skip
+    assert found["kernels ms"] == 158.03 and len(found["largest"]) == 25
+    assert next(iter(found["largest"].items())) == ("matrix products: nvjet_sm90_tst_192x208", 100)
