@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dflash_offline.extract import kernels
 from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.frames import FRAME_TOKENS, decode_frame, spans
@@ -25,6 +26,8 @@ from dflash_offline.shards.quality import chan_snr, snr
 PROBE_LENGTHS = (5, 37, 64, 150)
 ROUNDING = 2**-10
 """Relative distance that storing equal states as bfloat16 may make."""
+RULE = 0.05
+"""So far may a delta rule in bfloat16 be from one in fp32: a guess, where rounding the result alone makes 0.2 %."""
 FIDELITY_TOKENS = 4 * FRAME_TOKENS
 """So much of a sample is decoded again."""
 _MARGIN = 10.0
@@ -48,7 +51,7 @@ def stock_states(model: nn.Module, layers: Sequence[int], device: torch.device) 
     samples = probe_samples(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     width = max(PROBE_LENGTHS)
     ids_BT = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids in samples])
-    with _stock_attention(model):
+    with _stock_attention(model), kernels.stock():
         alone = torch.cat([_hooked(model, layers, ids[None], device)[0] for ids in samples])
         rows = zip(_hooked(model, layers, ids_BT, device), PROBE_LENGTHS, strict=True)
         batch = torch.cat([row[:n] for row, n in rows])
@@ -135,7 +138,55 @@ def probe(
             )
     if fault := layer_fault(found_PLD[kept], layers):
         raise UsageError(f"probe: {fault}; check the target's files")
+    _look_for_leaks(capture, found_PLD, layers, vocab)
     return {"distance": distance, "noise": noise}
+
+
+def _look_for_leaks(
+    capture: Callable[[Sequence[Tensor]], Tensor], found_PLD: Tensor, layers: Sequence[int], vocab: int
+) -> None:
+    """Raise UsageError when a sample's states change with the others of its row, which no rounding excuses.
+
+    In bfloat16 a leak is smaller than the noise between batch shapes; here the shapes are the same.
+    """
+    *others, last = probe_samples(vocab)
+    changed = capture([*((ids + 1) % vocab for ids in others), last])
+    first, second, again = (x[-len(last) :].nan_to_num() for x in (found_PLD, changed, capture([*others, last])))
+    # `again` is the same bits wherever kernels are deterministic.
+    for layer, far, near in zip(layers, relative(first, second), relative(first, again), strict=True):
+        if far > 2 * near:
+            raise UsageError(
+                f"a sample's states after layer {layer} depend on the samples beside it: other ones move them by "
+                f"{far:.2g}, and the same ones by {near:.2g}; try --batching padded or other kernel versions, and "
+                "report this"
+            )
+
+
+def check_rule(config: Any, device: torch.device, dtype: torch.dtype) -> float:
+    """Relative distance of the delta rule that will run from transformers' reference in fp32, on random heads.
+
+    `stock_states` computes by the same kernel, so they say nothing of it. Raises UsageError beyond RULE.
+    """
+    keys, values, tokens = config.linear_num_key_heads, config.linear_num_value_heads, sum(PROBE_LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+
+    def heads(n: int, width: int) -> Tensor:
+        return torch.randn(1, tokens, n, width, generator=generator).to(device)
+
+    q, k = (torch.nn.functional.normalize(heads(keys, config.linear_key_head_dim), dim=-1).to(dtype) for _ in range(2))
+    v = heads(values, config.linear_value_head_dim).to(dtype)
+    decay = -torch.nn.functional.softplus(heads(values, 1)[..., 0])
+    beta = heads(values, 1)[..., 0].sigmoid().to(dtype)
+    with torch.inference_mode(), kernels.boundaries(PROBE_LENGTHS, device):
+        found = kernels.delta_rule(q, k, v, decay, beta)
+        wanted = kernels.reference_rule(q.float(), k.float(), v.float(), decay, beta.float())
+    (distance,) = relative(wanted[:, None].flatten(2), found[:, None].flatten(2))
+    if not distance <= RULE:
+        raise UsageError(
+            f"the delta rule's kernel is {distance:.2%} away from transformers' reference, {RULE:.0%} is the most; "
+            "install other versions of flash-linear-attention and triton, and report this"
+        )
+    return distance
 
 
 def relative(a_TLD: Tensor, b_TLD: Tensor) -> list[float]:

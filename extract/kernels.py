@@ -36,6 +36,18 @@ class _Row:
 
 
 _row: _Row | None = None
+_stock = False
+
+
+@contextmanager
+def stock() -> Iterator[None]:
+    """Within the block, forwards without boundaries have transformers' own convolution; it is what ours is held to."""
+    global _stock
+    _stock = True
+    try:
+        yield
+    finally:
+        _stock = False
 
 
 @contextmanager
@@ -174,22 +186,33 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     return out[0]
 
 
+def reference_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """As `delta_rule`, by transformers' reference, sample by sample."""
+    module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    assert _row is not None
+    shared = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
+    pieces = zip(*(torch.split(x, _row.lengths, dim=1) for x in (q, k, v, decay, beta)), strict=True)
+    rule = _reference(module.torch_chunk_gated_delta_rule.stock)
+    return torch.cat([rule(qi, ki, vi, g=gi, beta=bi)[0][0] for qi, ki, vi, gi, bi in pieces])
+
+
 def _convolution(reference: Any, fast: Any) -> Callable[..., Tensor]:
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
         row = _row
-        if row is None:
-            return reference(x, weight, bias, **kwargs)
-        if fast is not None and x.is_cuda:
+        if fast is not None and x.is_cuda and not (row is None and _stock):
             out, _ = fast(
                 x.transpose(1, 2),
                 weight,
                 bias,
                 activation=kwargs.get("activation"),
                 backend="triton",
-                cu_seqlens=row.cu_seqlens,
-                cu_seqlens_cpu=row.cu_seqlens_cpu,
+                cu_seqlens=None if row is None else row.cu_seqlens,
+                cu_seqlens_cpu=None if row is None else row.cu_seqlens_cpu,
             )
             return out.transpose(1, 2)
+        if row is None:
+            return reference(x, weight, bias, **kwargs)
         return torch.cat([reference(p, weight, bias, **kwargs) for p in torch.split(x, row.lengths, dim=2)], dim=2)
 
     return causal_conv1d_fn

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dflash_offline.extract.runner import Runner
 
 CALIBRATE = -1
-"""Task number of the codec calibration: one worker does it before the others start, on warm kernels for all."""
+"""Task number of the codec calibration, which comes before all others."""
 ATTEMPTS = 3
 _SAY_EVERY = 0.5
 """Seconds between two signs of progress."""
@@ -150,7 +150,8 @@ def run(
     queue = Queue(numbers, calibrate, events)
     workers: dict[Connection, _Worker] = {}
     strikes = [0] * len(devices)
-    wanted = range(max(1, min(len(devices), len(numbers))))
+    # When the first has done a row, its kernels are compiled and their tiles chosen, for all.
+    waiting = deque(range(1, min(len(devices), len(numbers))))
 
     def start(slot: int) -> None:
         ours, theirs = context.Pipe()
@@ -163,9 +164,14 @@ def run(
         workers[ours] = _Worker(process=process, slot=slot, tasks=[], heard=time.monotonic())
         events("worker", worker=process.pid, device=devices[slot])
 
+    def start_others() -> None:
+        while waiting:
+            start(waiting.popleft())
+
     def lost(connection: Connection, worker: _Worker) -> None:
         worker.process.join()
         del workers[connection]
+        start_others()
         error = worker.hung or f"worker on {devices[worker.slot]} ended with code {worker.process.exitcode}"
         events("lost", worker=worker.process.pid, device=devices[worker.slot], tasks=worker.tasks, error=error)
         for number in reversed(worker.tasks):
@@ -187,17 +193,18 @@ def run(
             return
         worker.began = True
         if message is None:
+            start_others()
             return
         worker.tasks.remove(message.number)
         if queue.settle(message, report):
             strikes[worker.slot] = 0
-            for slot in wanted[1:] if message.number == CALIBRATE else ():
-                start(slot)
+            start_others()
 
     with Signals() as signals:
         try:
-            for slot in wanted[:1] if calibrate else wanted:
-                start(slot)
+            start(0)
+            if not calibrate and not devices[0].startswith("cuda"):
+                start_others()
             while queue.todo or any(worker.tasks for worker in workers.values()):
                 if signals.number:
                     raise Interrupted(signals.number)

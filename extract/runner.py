@@ -135,7 +135,9 @@ def make_runner(
     dtype = compute_dtype(config, device)
     beat(f"loading {config.target.path}")
     model = load_decoder(target, max(captured), device, dtype, attention)
-    beat("loaded; the first rows compile kernels that are not compiled yet")
+    beat(f"loaded; {used}; the first rows compile what is not compiled yet")
+    if config.guard.probe and target.model_type.startswith("qwen3_5"):
+        checks.check_rule(target.config, device, dtype)
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)

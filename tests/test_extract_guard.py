@@ -17,7 +17,7 @@ from runs import arguments, call, copy_without_shards, extract
 from targets import write_target
 from torch import Tensor
 
-from dflash_offline.extract import checks, events, plan, preflight, runner
+from dflash_offline.extract import checks, events, kernels, plan, preflight, runner
 from dflash_offline.extract.config import ExtractConfig, GuardConfig, TargetConfig
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
@@ -107,6 +107,55 @@ def test_the_probe_knows_how_far_bfloat16_is_from_itself(
     monkeypatch.setattr(runner, name, lambda *args: Broken(plain(*args), shifted))
     with pytest.raises(UsageError, match="states after layer 1 are"):
         made(tmp_path, target=target)
+
+
+def leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta rule, and nothing else, takes a row for one sample."""
+    rule = kernels.delta_rule
+
+    def leaky(q: Tensor, *rest: Tensor) -> Tensor:
+        row, n = kernels._row, q.shape[1]
+        whole = torch.tensor([0, n], dtype=torch.int32)
+        assert row is not None
+        kernels._row = replace(row, lengths=[n], cu_seqlens=whole.to(q.device), cu_seqlens_cpu=whole)
+        try:
+            return rule(q, *rest)
+        finally:
+            kernels._row = row
+
+    monkeypatch.setattr(kernels, "delta_rule", leaky)
+    monkeypatch.setattr(checks, "check_rule", lambda *_: 0.0)  # which would see it as well
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [("float32", "layer 1 are .* away from the stock"), ("bfloat16", "layer 1 depend on the samples beside it")],
+)
+def test_b29_a_leak_between_samples_is_refused(
+    site: Path, dtype: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 it is less than what two batch shapes differ by."""
+    target = TargetConfig(path=str(site / "t"), dtype=dtype)
+    made(site, target=target)
+    leak(monkeypatch)
+    with pytest.raises(UsageError, match=said):
+        made(site, target=target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_delta_rule_is_refused(site: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock model has the same kernel, so comparing states would not show it."""
+    inner = kernels._delta_rule
+
+    def scaled(*given: Any) -> Any:
+        rule = inner(*given)
+        return lambda *args, **kwargs: (1.1 * rule(*args, **kwargs)[0], None)
+
+    monkeypatch.setattr(kernels, "_delta_rule", scaled)
+    with pytest.raises(UsageError, match=r"the delta rule's kernel is 10\.\d\d% away from transformers' reference"):
+        made(site, target=TargetConfig(path=str(site / "t"), dtype=dtype))
+    monkeypatch.undo()
+    made(site)  # which installs the right one again
 
 
 def test_the_probe_passes_over_samples_that_are_not_finite(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from targets import write_chats, write_target
+from test_extract_guard import leak
 from train_reference import chats, make_cache
 
 from dflash_offline.extract import kernels
@@ -16,6 +17,7 @@ from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfi
 from dflash_offline.extract.forward import Capture
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.run import run as extract
+from dflash_offline.extract.runner import start_runner
 from dflash_offline.extract.target import load_decoder, open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
@@ -144,6 +146,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for lines, weights in (twice, again):
         assert lines == whole[0]
         assert all(torch.equal(whole[1][name], weights[name]) for name in weights)
+
+
+def test_b29_a_leak_between_samples_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_target(tmp_path / "t")
+    config = ExtractConfig(target=TargetConfig(path=str(tmp_path / "t")), cache=tmp_path / "c")
+    print(start_runner(config, LAYERS, torch.device("cuda")).probe)
+    leak(monkeypatch)
+    with pytest.raises(UsageError, match="depend on the samples beside it"):
+        start_runner(config, LAYERS, torch.device("cuda"))
 
 
 def test_b34_a_gpu_without_fast_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
