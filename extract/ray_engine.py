@@ -52,7 +52,7 @@ def run(
     try:
         import ray
     except ImportError:
-        raise UsageError("engine is ray, which is not installed; pip install 'dflash-offline[ray]'") from None
+        raise UsageError("engine is ray, which is not installed; pip install ray") from None
     gpu = devices[0].startswith("cuda")
     ours = not ray.is_initialized()
     if ours:

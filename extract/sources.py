@@ -130,7 +130,7 @@ def _from_hub(data: DataConfig) -> list[Path]:
     try:
         from datasets import get_dataset_config_names, load_dataset_builder
     except ImportError:
-        raise UsageError("data.hub needs the package datasets: pip install 'dflash-offline[hub]'") from None
+        raise UsageError("data.hub needs the package datasets: pip install datasets") from None
     from huggingface_hub import snapshot_download
 
     try:

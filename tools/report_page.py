@@ -12,7 +12,7 @@ try:
     import matplotlib
 except ImportError as error:
     raise UsageError(
-        f"--html and --png need matplotlib ({error}); pip install 'dflash-offline[report]', or leave them out"
+        f"--html and --png need matplotlib ({error}); pip install matplotlib, or leave them out"
     ) from None
 
 from dflash_offline.tools.report_plots import one_figure, sections, whole_figure

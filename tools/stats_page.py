@@ -19,7 +19,7 @@ try:
     from matplotlib.figure import Figure
 except ImportError as error:
     raise UsageError(
-        f"--html needs matplotlib ({error}); pip install 'dflash-offline[demo]', or leave --html out"
+        f"--html needs matplotlib ({error}); pip install matplotlib, or leave --html out"
     ) from None
 
 STYLE = """

@@ -139,7 +139,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise UsageError(f"sweep needs optuna ({error}); pip install 'dflash-offline[sweep]'") from None
+        raise UsageError(f"sweep needs optuna ({error}); pip install optuna") from None
     return optuna
 
 
