@@ -120,11 +120,12 @@ def _reference(stock: Any) -> Any:
 
 def check_packages(model_type: str, device: str, allow_slow: bool) -> None:
     """Raises UsageError where a GPU would have to do without fla, as far as can be told without opening it."""
-    if device.startswith("cuda") and model_type.startswith("qwen3_5") and not allow_slow and (fault := _fla_fault()):
+    if device.startswith("cuda") and model_type.startswith("qwen3_5") and not allow_slow and (fault := fla_fault()):
         raise _refusal(fault)
 
 
-def _fla_fault() -> str:
+def fla_fault() -> str:
+    """Why fla cannot be used, as far as its metadata tells; "" where nothing is against it."""
     try:
         found = version("fla-core")
     except PackageNotFoundError:
@@ -144,7 +145,7 @@ def _fast_kernels(allow_slow: bool) -> tuple[Any, Any]:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        if fault := _fla_fault():
+        if fault := fla_fault():
             raise ImportError(fault)
     except Exception as error:  # a broken extension may raise anything at import, and its own words help most
         if allow_slow:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dflash_offline.extract.kernels import fla_fault
 from dflash_offline.shards.command import say
 from dflash_offline.shards.device import auto_device
 from dflash_offline.shards.errors import UsageError
@@ -57,6 +58,12 @@ def live(config: Live) -> int:
     if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         raise UsageError(f"{path}: not a target: no such folder; expected the target's in --target, or a Hub name")
     target = LiveTarget(path, ours.spec.layer_ids, device)
+    if (
+        device == "cuda"
+        and target.model.config.get_text_config().model_type.startswith("qwen3_5")
+        and (fault := fla_fault())
+    ):
+        say(f"note: the target decodes many times slower than it could: flash-linear-attention: {fault}")
     shared = load_target(cache, torch.device(device), target.model.dtype)
     _check_same(target, shared, cache)
     rounded = bf16_weights(ours, torch.device(device))
