@@ -1,14 +1,16 @@
 """The whole job from measured rates: hours, terabytes, and what disk, bus, network and cores must give.
 
-    python benchmarks/scale/plan.py [--gpus 8] [--scale FILE.json] [--extract-rate N] [--step-ms N] ...
+    python benchmarks/scale/plan.py [--gpus 8] [--scale FILE.json] [--extract FILE.json] [--extract-rate N] ...
 
-Rates not given are read: of one GPU from benchmarks/extract and train, of coders from benchmarks/codecs; scaling from
-two GPUs, or from --scale, a result of run.py here. The tables are those of docs/scale.md.
+Rates not given are read: of one GPU from benchmarks/extract (--extract) and train, of coders from benchmarks/codecs;
+scaling from two GPUs, or from --scale, a result of run.py here. Extraction was timed with one codec, and a GPU's rate
+is taken for all of them: writing cost 2.4 % with ecsq. The tables are those of docs/scale.md.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,6 +24,8 @@ from dflash_offline.train.plan import make_plan
 
 HERE = Path(__file__).resolve().parents[1]
 LAYERS, HIDDEN, ROW, ANCHORS = 5, 5120, 3072, 512
+GOAL = 0.97
+"""Of extraction's scaling, until it is measured."""
 COPIED = {"bf16": 2.0, "lossless": 2.0, "fp8": 1.0, "ecsq": 1.0}
 """Bytes a value in the planes that go to the GPU; ecsq's are half from a step of 0.7 on."""
 
@@ -156,9 +160,9 @@ def codecs(job: Job, disks: Sequence[float], memory: float, bus: float, speeds: 
 
 
 def trained(job: Job, packed: tuple[float, float], held_out: float) -> str:
-    """Steps and hours: rows as full as measured with nothing cut, and as the trainer packs so many samples."""
+    """Steps and hours: rows as full as where a step was timed, and as the trainer packs so many samples."""
     lines = []
-    for name, fill, kept in (("as in the benchmark", job.fill, 1.0), ("packed", *packed)):
+    for name, fill, kept in (("as full as the benchmark's, nothing cut", job.fill, 1.0), ("packed", *packed)):
         one = Job(**(vars(job) | {"fill": fill, "kept": kept * (1 - held_out)}))
         # A sample that is cut is read whole.
         facts = [f"{one.steps:,}", f"{one.training_hours:.1f}", f"{one.read:,.0f}", f"{one.read / kept:,.0f}"]
@@ -166,15 +170,15 @@ def trained(job: Job, packed: tuple[float, float], held_out: float) -> str:
     return table(["rows", "full", "cut", "steps", "hours", "tokens/s", "from the disk"], lines)
 
 
-def sums(size: float, found: dict[str, float], link: float, network: float) -> str:
-    """Gradients: an all-reduce on one host and over hosts of eight, and the scaling to expect."""
+def sums(size: float, found: dict[str, float], link: float, network: float, known: Mapping[int, float]) -> str:
+    """Gradients: an all-reduce on one host and over hosts of eight, and scaling to expect; in shares, or `known`."""
     one, two = found["one"], found["two"]
     lines = [
         [
             f"{n} GPUs",
             f"{1e3 * ring(size, n, link):.1f}",
             f"{projected(one, two, n):.3f}" + (" (measured)" * (n == 2)),
-            f"{shares(found, size, n, link):.3f}",
+            f"{known[n]:.3f} (measured)" if n in known else f"{shares(found, size, n, link):.3f}",
         ]
         for n in (2, 4, 8)
     ]
@@ -202,18 +206,43 @@ def read(name: str) -> Any:
 
 
 def measured() -> dict[str, float]:
-    """Rates of one and two GPUs, from the files of 2026-11-30."""
+    """Rates of training on one and two GPUs, from the files of 2026-11-30."""
     train, pair = read("train/2026-11-30.json"), read("train/2026-11-30-x2.json")
     parts = train["full"], train["published"], pair["published"], pair["2 GPUs"]["published"]
     rows = [row for part in parts for row in part["loader"]]
     return {
-        "extract_rate": median(read("extract/2026-11-30.json")["1 GPU"]["0"]["tokens/s"]["shards"]),
         "step": train["published"]["step ms"] / 1e3,
         "one": pair["published"]["step ms"] / 1e3,
         "two": pair["2 GPUs"]["published"]["step ms"] / 1e3,
         "optimizer": train["published"]["phases ms"]["optimizer"] / 1e3,
         "decode": median(row["disk"] + row["decode"] for row in rows),  # the copy also waits for the step's products
     }
+
+
+def extraction(path: Path) -> tuple[float, float | None, str]:
+    """A result of benchmarks/extract: tokens/s of one GPU to shards, scaling at two where it was measured, the codec.
+
+    Two are compared with one of them while the other was idle, in the same processes.
+    """
+    told = json.loads(path.read_text())
+    one, two = ([gpu["tokens/s"] for gpu in told.get(name, {}).values()] for name in ("1 GPU", "2 GPU"))
+    alone = [rate for turns in two for rate in turns.get("shards, the others idle", ())]
+    rates = one[0]["shards"] if one else alone
+    if not rates:
+        found = ", ".join(name for name in told if name.endswith("GPU")) or "none"
+        sys.exit(f"{path}: rates of {found}; expected 1 GPU, or 2 GPU with one alone, of benchmarks/extract/run.py")
+    scaling = None
+    if two:
+        together = [sum(rates) for rates in zip(*(turns["shards"] for turns in two), strict=True)]
+        scaling = median(together) / 2 / median(alone or rates)
+    return median(rates), scaling, told.get("codec", "ecsq")
+
+
+def at(part: Mapping[str, Any], gpus: int, path: Path, flag: str) -> float:
+    """Efficiency at a count in a part of --scale's summary."""
+    if str(gpus) not in part:
+        sys.exit(f"{path}: has {', '.join(part)} GPUs, --gpus is {gpus}; expected one of these, or {flag}")
+    return part[str(gpus)]["efficiency"]
 
 
 def main() -> None:
@@ -225,11 +254,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--scale", type=Path, help="a result of run.py: rates of one GPU and scaling at --gpus")
+    parser.add_argument("--extract", type=Path, default=HERE / "extract/2026-11-30.json", help="a result of its run.py")
     parser.add_argument("--extract-rate", type=float, help="tokens/s of one GPU")
-    parser.add_argument("--extract-scaling", type=float, default=0.97, help="the goal, until it is measured")
+    parser.add_argument("--extract-scaling", type=float, help=f"default: measured, else {GOAL}, the goal")
     parser.add_argument("--step-ms", type=float, help="of one row on one GPU")
     parser.add_argument("--train-scaling", type=float, help="default: computed, for a sharded optimizer")
-    parser.add_argument("--fill", type=float, default=0.92, help="of a row, in the benchmark that timed the step")
+    parser.add_argument("--fill", type=float, default=0.92, help="of a row, as the trainer packs the benchmark's")
     parser.add_argument("--held-out", type=float, default=0.02)
     parser.add_argument("--disks", type=float, nargs="+", default=[0.5, 1.6, 3.5, 6.8], help="GB/s of writing")
     parser.add_argument("--memory-tb", type=float, default=2)
@@ -238,39 +268,41 @@ def main() -> None:
     parser.add_argument("--network", type=float, default=50, help="GB/s of one network card")
     parser.add_argument("--parameters", type=float, default=1.73e9, help="of the drafter")
     args = parser.parse_args()
-    found = measured()
-    rate, step = found["extract_rate"], found["step"]
-    scalings = {
-        "extract_scaling": args.extract_scaling,
-        "train_scaling": shares(found, 4 * args.parameters, args.gpus, 1e9 * args.link),
-    }
+    found, known = measured(), dict[int, float]()
+    step = found["step"]
+    rate, two, codec = extraction(args.extract)
+    extract_scaling, train_scaling = args.extract_scaling or two or GOAL, args.train_scaling
     if args.scale:
-        told = json.loads(args.scale.read_text())["summary"]
-        disk = next(part for name, part in told.items() if name.startswith("extraction to"))
-        rate, step = disk["1"]["tokens/s"], told["training"]["1"]["step ms"] / 1e3
-        for name, part in (("extract_scaling", disk), ("train_scaling", told["training"])):
-            scalings[name] = part[str(args.gpus)]["efficiency"]
+        told = json.loads(args.scale.read_text())
+        disk = next((part for name, part in told["summary"].items() if name.startswith("extraction to")), None)
+        if disk:
+            rate, codec = disk["1"]["tokens/s"], told.get("codec", "ecsq")
+            extract_scaling = args.extract_scaling or at(disk, args.gpus, args.scale, "--extract-scaling")
+        if part := told["summary"].get("training"):
+            step = part["1"]["step ms"] / 1e3
+            known = {int(n): value["efficiency"] for n, value in part.items()}
+            train_scaling = train_scaling or at(part, args.gpus, args.scale, "--train-scaling")
     job = Job(
         tokens=args.samples * args.mean_tokens,
         epochs=args.epochs,
         gpus=args.gpus,
         extract_rate=args.extract_rate or rate,
-        extract_scaling=scalings["extract_scaling"],
+        extract_scaling=extract_scaling,
         step_s=args.step_ms / 1e3 if args.step_ms else step,
-        train_scaling=args.train_scaling or scalings["train_scaling"],
+        train_scaling=train_scaling or shares(found, 4 * args.parameters, args.gpus, 1e9 * args.link),
         decode_s=found["decode"],
         fill=args.fill,
         kept=1 - args.held_out,
     )
     print(f"{job.tokens / 1e9:.3f} G tokens, {job.epochs} epochs, {job.gpus} GPUs")
     print(f"extraction: {job.extract_rate:,.0f} tokens/s x {job.gpus} x {job.extract_scaling:.3f} = {job.made:,.0f}")
-    print(f"            {job.extraction_hours():.2f} hours by the GPUs")
+    print(f"            {job.extraction_hours():.2f} hours by the GPUs, at the rate measured with {codec}")
     print(f"training: {1e3 * job.step_s:.0f} ms a row, scaling {job.train_scaling:.3f}; {job.read:,.0f} tokens/s")
     print(f"reading and decoding a row: {job.decode_s:.3f} thread seconds\n")
     speeds = read("codecs/2026-11-29.json")["speed"]
     print(codecs(job, args.disks, 1e12 * args.memory_tb, 1e9 * args.bus, speeds))
     print(trained(job, packing(args.samples, args.mean_tokens, args.longest), args.held_out))
-    print(sums(4 * args.parameters, found, 1e9 * args.link, 1e9 * args.network))
+    print(sums(4 * args.parameters, found, 1e9 * args.link, 1e9 * args.network, known))
 
 
 if __name__ == "__main__":
