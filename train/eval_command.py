@@ -23,6 +23,7 @@ from dflash_offline.train.evaluate import (
 )
 from dflash_offline.train.export import load_drafter, run_drafter
 from dflash_offline.train.folder import read_config, read_identity
+from dflash_offline.train.memory import fits
 from dflash_offline.train.mix import Mix
 from dflash_offline.train.model import Drafter
 from dflash_offline.train.plan import chosen, held_out, in_key_order
@@ -33,12 +34,14 @@ _SAMPLES = 10_000
 """Samples that a result names one by one."""
 _ROWS = 20
 """Lines of a printed table."""
+_NO_ROOM = "a GPU that nothing else uses, one with more memory, or --device cpu, which is slow"
 SAMPLED_NOTE = "right for responses that the target sampled at temperature {} from its whole distribution; these are {}"
 
 
 def evaluate(config: EvalConfig) -> int:
     """The command."""
-    with parallel.connect(config.device) as ranks:
+    with parallel.connect(config.device) as ranks, fits(ranks, _NO_ROOM) as place:
+        place.now = "measuring"
         drafter, step = _drafter(config)
         run = read_config(config.run_dir) if config.run_dir else None
         paths = [config.cache] if config.cache else [run.cache, *run.data.caches] if run else []
