@@ -31,7 +31,8 @@ def feed(
     if device.type == "cpu":
         yield from ahead(lambda job: builder.unpack(builder.read(*job), device), jobs, threads, depth)
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # Its small kernels are next when a product of the step ends, not behind all that are queued.
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     flex = dtype == torch.bfloat16 and tiled(builder)
 
     def place(packed: Packed) -> Row:
@@ -70,6 +71,13 @@ def tiled(builder: RowBuilder) -> bool:
     """Whether rows have the shape that the fast attention needs."""
     spec = builder.spec
     return builder.row_tokens % TILE == builder.row_anchors * spec.block_size % TILE == 0 and spec.head_dim >= NARROWEST
+
+
+def compiles(device: torch.device) -> str:
+    """What there is to say before the first step on a device; "" where nothing."""
+    if device.type != "cuda":
+        return ""
+    return "compiling in the first step: 20 to 40 s, unless these shapes are in the compile cache on disk"
 
 
 def slow_shape(builder: RowBuilder, device: torch.device, dtype: torch.dtype) -> str:

@@ -11,8 +11,21 @@ from dflash_offline.train.config import DataConfig
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.spec import DrafterSpec
 
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 operations a second, by a word of the device's name: the makers' data sheets."""
+PEAK = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "GB300": 2500e12,
+    "B300": 2250e12,
+    "RTX PRO 6000 Blackwell Max-Q": 438.9e12,
+    "RTX PRO 6000 Blackwell": 503.8e12,
+}
+"""Dense bf16 operations a second, by the first of these words that the device's name holds: the maker's data sheets,
+half of what they say with sparsity."""
 
 
 def row_flops(spec: DrafterSpec, tokens: int, slots: int) -> int:
@@ -41,7 +54,11 @@ def work_done(
     found = {"tflops": round(rate / 1e12, 6)}
     if ranks.device.type == "cuda":
         found["gpu_gb"] = round(torch.cuda.max_memory_allocated(ranks.device) / 1e9, 2)
-        name = torch.cuda.get_device_name(ranks.device)
-        if peak := next((peak for word, peak in PEAK.items() if word in name), None):
-            found["mfu"] = round(rate / peak, 4)
+        if known := peak(torch.cuda.get_device_name(ranks.device)):
+            found["mfu"] = round(rate / known, 4)
     return found
+
+
+def peak(name: str) -> float | None:
+    """PEAK of a device by the name that the driver gives it; None of an unknown one."""
+    return next((value for words, value in PEAK.items() if words in name), None)
