@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_reference import drafter, files_of
-from train_runs import SIX, call, config_of, hashes, metrics, snapshot
+from train_runs import SIX, call, config_of, hashes, metrics, settings, snapshot
 
 from dflash_offline.shards.errors import CorruptError, RunError
 from dflash_offline.shards.files import read_json, write_json
-from dflash_offline.train import checkpoint, loop
+from dflash_offline.train import checkpoint, evaluate, loop
 from dflash_offline.train.config import (
     DataConfig,
     EvalConfig,
@@ -98,6 +98,78 @@ def test_a_loss_that_is_not_finite_changes_no_weight(
         train(config_of(run, cache))
     assert sum(steps) == 100 + 4 and hashes(run, 4) == hashes(six, 4)
     assert [m["step"] for m in metrics(run)] == [1, 2, 3, 4, 5]
+
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+    " If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True."
+)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_full_gpu_is_one_error_that_says_what_to_try(
+    recompute: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, rows = loop.block_loss, []
+
+    def full(*args: Any) -> Any:
+        rows.append(1)
+        if len(rows) > 2 * 2:  # of step 3
+            raise torch.OutOfMemoryError(FULL)
+        return plain(*args)
+
+    monkeypatch.setattr(loop, "block_loss", full)
+    run, tried = tmp_path / "run", "--recompute True, which this run may go on with, or "
+    argv = ["run", "--cache", cache, "--run-dir", run, *SIX, "--recompute", recompute]
+    assert call(*argv, monkeypatch=monkeypatch) == 1
+    expected = (
+        "step 3: too little GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        f"79.10 GiB of which 1.20 GiB is free; try {'' if recompute else tried}in another --run-dir --loss.chunk below "
+        "1024, --data.row-tokens below 100 and --data.row-anchors below 40"
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == f"dflash-train run: error: {expected}"
+    assert read_json(run / "status.json") == {"state": "failed", "error": expected}
+    monkeypatch.setattr(loop, "block_loss", plain)
+    assert call(*argv[:-1], True, monkeypatch=monkeypatch) == 0 and metrics(run)[-1]["step"] == 6
+
+
+def test_a_gpu_that_is_full_before_the_first_step_or_past_the_allocator_of_torch(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other errors stay what they are."""
+    for said, found, message in (
+        (
+            "CUDA error: out of memory\nCompile with ...",
+            RunError,
+            r"before the first step: too little GPU memory: CUDA e",
+        ),
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+            RunError,
+            r"before the first step: too little GPU memory",
+        ),
+        ("shapes do not match", RuntimeError, r"^shapes do not match$"),
+    ):
+
+        def full(*_: Any, said: str = said) -> None:
+            raise RuntimeError(said)
+
+        monkeypatch.setattr(loop, "load_target", full)
+        with pytest.raises(found, match=message):
+            train(settings(cache, tmp_path / "run"))
+
+
+def test_a_gpu_too_small_for_an_evaluation_is_one_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(evaluate, "draft_sample", full)
+    assert call("eval", "--run-dir", run, "--device", "cpu", monkeypatch=monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("dflash-train eval: error: measuring: too little GPU memory: CUDA out of memory. Tried to")
+    assert "1.20 GiB is free; try a GPU that nothing else uses" in error and error.count("\n") == 1
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from train_reference import chats, make_cache
 from train_runs import SIX, finish, hashes, metrics
 
 from dflash_offline.train import checkpoint
+from dflash_offline.train.log import read_metrics
 
 FLAGS = [
     *SIX, "--device", "cpu", "--precision", "bfloat16", "--data.rows-per-step", "6", "--optim.ema", "0.8",
@@ -46,5 +47,7 @@ def test_shares_of_three_ranks_are_the_whole_of_one(tmp_path: Path) -> None:
             assert one[name].shape == three[name].shape
             moved = (one[name] - before[name]).norm()
             assert (three[name] - one[name]).norm() <= 0.02 * moved and (alone[name] - one[name]).norm() <= 0.02 * moved
+    phases = {name: [set(line["seconds"]) for line in read_metrics(tmp_path / name)] for name in ("one", "three")}
+    assert all("gather" in step for step in phases["three"]) and not any("gather" in step for step in phases["one"])
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "three"), strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=2e-3)

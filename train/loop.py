@@ -15,12 +15,13 @@ from dflash_offline.train.checkpoint import Checkpoint
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.evaluate import load_target
 from dflash_offline.train.export import first_drafter
-from dflash_offline.train.feed import feed, slow_shape
+from dflash_offline.train.feed import compiles, feed, slow_shape
 from dflash_offline.train.flops import work_done
 from dflash_offline.train.folder import CHECKPOINTS, STATUS, claim, facts, hold
 from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, say
 from dflash_offline.train.loss import Objective, block_loss
+from dflash_offline.train.memory import Place, fits
 from dflash_offline.train.model import Drafter, Reached, Target, block_inputs
 from dflash_offline.train.optim import learning_rate
 from dflash_offline.train.parallel import Ranks, Sums
@@ -45,7 +46,8 @@ def train(config: TrainConfig) -> int:
                 checkpoint.clean(config.run_dir / CHECKPOINTS)
             ranks.wait()
             try:
-                code = _train(job, ranks, stop)
+                with fits(ranks, _smaller(config)) as place:
+                    code = _train(job, ranks, stop, place)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide the error itself
                     _status(job, ranks, "failed", error=str(error) or type(error).__name__)
@@ -56,7 +58,7 @@ def train(config: TrainConfig) -> int:
     return code
 
 
-def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
+def _train(job: Job, ranks: Ranks, stop: Stop, place: Place) -> int:
     config, spec, device = job.config, job.spec, ranks.device
     dtype = _compute_dtype(config, device)
     state = State.of(first_drafter(config.model, spec, config.seed).to(device), config.optim, dtype, ranks)
@@ -74,11 +76,12 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
     _status(job, ranks, "running", first=first)
 
     builder, dealt = job.builder(), job.plan.dealt(first, job.steps, ranks.rank, ranks.world)
-    if metrics and (slow := slow_shape(builder, device, dtype)):
-        say(slow)
+    if metrics and first < job.steps:
+        for note in filter(None, (slow_shape(builder, device, dtype), compiles(device))):
+            say(note)
     rows = feed(builder, dealt, device, dtype, config.data.threads, config.data.rows_ahead)
     reduced = Sums(ranks, state.sums())
-    waits = Waits()
+    waits = Waits(ranks, config.data)
     own_rows, clock = config.data.rows_per_step // ranks.world, Clock(device)
     shown = closing(metrics) if metrics else nullcontext()
     with shown, saver(config.run_dir / CHECKPOINTS, config.save) as writer, closing(rows):
@@ -95,6 +98,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
         for step in range(first + 1, job.steps + 1):
             if stopping:
                 break
+            place.now = f"step {step}"
             tally, loading = Tally(spec.block_size, device), Counter[str]()
             for number in range(1, own_rows + 1):
                 row = upcoming
@@ -109,7 +113,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
             tally.add("stops", stop.signal is not None)
             state.settle()
             reduced.finish()
-            sums = tally.collect(ranks)
+            sums = tally.collect(ranks, waits.last)
             clock.lap("reduce")
             rate, norm = learning_rate(step - 1, job.steps, config.optim), 0.0
             # Without supervision nothing is learnt; AdamW's moments would move the weights all the same.
@@ -124,6 +128,9 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
                 state.step(step, rate, scale)
             state.clear()
             clock.lap("optimizer")
+            if state.sharded:
+                state.sharded.spread()
+                clock.lap("gather")
             entry: dict[str, Any] = {
                 "step": step,
                 "epoch": job.plan.progress(step - 1),
@@ -133,10 +140,10 @@ def _train(job: Job, ranks: Ranks, stop: Stop) -> int:
                 **work_done(spec, config.data, sums, sum(seconds.values()), ranks),
                 "loader_seconds": {name: round(value, 4) for name, value in loading.items()},
             }
-            waits.add(entry, warm=step > first + 1)
+            waits.add(entry, sums["waited"], warm=step > first + 1)
             show = step % config.log_every == 0 or step == first + 1
             stopping = end.close(entry, sums["stops"] > 0, show)
-            if metrics and show and (told_wait := waits.report()):
+            if show and (told_wait := waits.report()):
                 say(told_wait)
             done = step
             clock.read()
@@ -196,6 +203,15 @@ def _status(job: Job, ranks: Ranks, state: str, **facts: int | str) -> None:
     """Say how the run stands in a file: under torchrun the exit code is not ours."""
     if ranks.first:
         write_json(job.config.run_dir / STATUS, {"state": state, **facts})
+
+
+def _smaller(config: TrainConfig) -> str:
+    """What takes less memory than `config`, in words."""
+    data = config.data
+    return ("" if config.recompute else "--recompute True, which this run may go on with, or ") + (
+        f"in another --run-dir --loss.chunk below {config.loss.chunk}, --data.row-tokens below {data.row_tokens} and "
+        f"--data.row-anchors below {data.row_anchors}"
+    )
 
 
 def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

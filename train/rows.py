@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -52,7 +53,7 @@ class Row:
     views: Mapping[int | None, Attends] | None = None
     """What the blocks see, by window, where it was worked out beforehand."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What the row cost the threads that made it: waiting for the disk, decoding, copying to the device."""
+    """What the row cost the threads that made it: the disk, waiting for a core, decoding, copying to the device."""
 
 
 class Source(Protocol):
@@ -151,7 +152,7 @@ class RowBuilder:
         supervised = np.zeros((self.row_anchors, size), dtype=bool)
         at = used = supervised_samples = mask_token_samples = 0
         sources: list[tuple[Source, slice, Tensor | None]] = []
-        begun, worked = time.perf_counter(), time.thread_time()
+        begun = clocks()
         for number, visit in zip(members.tolist(), visits.tolist(), strict=True):
             source = self.samples.open(number, pinned)
             # Cutting is exact: the states of a causal target do not depend on what follows.
@@ -170,7 +171,7 @@ class RowBuilder:
             mask_token_samples += bool((ids == self.spec.mask_token_id).any())
             sources.append((source, here, noise))
             at, used = here.stop, to.stop
-        worked = time.thread_time() - worked
+        wall, worked, queued = (now - then for now, then in zip(clocks(), begun, strict=True))
         fields = {
             "position_T": torch.from_numpy(position),
             "blocks": Blocks(torch.from_numpy(anchor), torch.from_numpy(start), size),
@@ -183,8 +184,9 @@ class RowBuilder:
             "anchors": used,
             "supervised_samples": supervised_samples,
             "mask_token_samples": mask_token_samples,
-            # What a thread does not work it waits, for the disk or for another thread.
-            "seconds": {"disk": max(time.perf_counter() - begun - worked, 0.0), "decode": worked},
+            # The rest of the time a thread sleeps: until the disk answers, or another thread lets go of the interpreter
+            # lock. Nothing tells these two apart.
+            "seconds": {"disk": max(wall - worked - queued, 0.0), "cores": queued, "decode": worked},
         }
         return Packed(sources=sources, fields=fields)
 
@@ -212,6 +214,15 @@ class RowBuilder:
     def build(self, members: Ints, visits: Ints) -> Row:
         """Both on the CPU."""
         return self.unpack(self.read(members, visits), torch.device("cpu"))
+
+
+def clocks() -> tuple[float, float, float]:
+    """Seconds by now: of the wall, that this thread worked, that it was ready and had no core (0 where none tells)."""
+    try:
+        queued = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        queued = 0.0
+    return time.perf_counter(), time.thread_time(), queued
 
 
 def ahead(make: Callable[[J], T], jobs: Iterable[J], threads: int, depth: int) -> Generator[T, None, None]:

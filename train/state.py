@@ -110,7 +110,7 @@ class State:
         return clipped(norm, divisor, self.config.clip)
 
     def step(self, number: int, rate: float, scale: float = 1.0) -> None:
-        """Optimizer step `number`, counted from 1, with the gradients times `scale`. Every rank must call it."""
+        """Optimizer step `number`, counted from 1, with the gradients times `scale`; then comes `sharded.spread`."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -126,8 +126,6 @@ class State:
             average = self.sharded.pieces(self.average) if self.sharded else dict(self.average.named_parameters())
             pairs = [(average[name], weight) for name, weight in self.stepped.items()]
             average_weights([a for a, _ in pairs], [w for _, w in pairs], self.config.ema, number)
-        if self.sharded:
-            self.sharded.spread()
 
     def gather(self) -> None:
         """Bring fp32 weights that other ranks step up to date, before anyone looks at them. Every rank must call it."""

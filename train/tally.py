@@ -1,6 +1,6 @@
 """Counts of one optimizer step, summed over rows and ranks as one vector, and the metrics made of them.
 
-Shapes: A anchors, K block.
+Shapes: A anchors, K block, W ranks.
 """
 
 from typing import Any
@@ -41,13 +41,14 @@ class Tally:
         self._supervised_K += row.supervised_AK.sum(dim=0)
         self._hits_K += loss.hit_AK.sum(dim=0)
 
-    def collect(self, ranks: Ranks) -> dict[str, Any]:
-        """Sums over all ranks: the scalars, and per slot from 1 on."""
-        vector = torch.cat([torch.stack(list(self._scalars.values())), self._supervised_K[1:], self._hits_K[1:]])
-        values = ranks.sum(vector).tolist()
-        slots = len(self._hits_K) - 1
-        scalars, supervised, hits = values[: -2 * slots], values[-2 * slots : -slots], values[-slots:]
-        return {**dict(zip(_SCALARS, scalars, strict=True)), "supervised": supervised, "hits": hits}
+    def collect(self, ranks: Ranks, waited: float) -> dict[str, Any]:
+        """Sums over all ranks: the scalars, and per slot from 1 on; and what each of the ranks `waited`."""
+        waited_W = self._hits_K.new_zeros(ranks.world)
+        waited_W[ranks.rank] = waited
+        parts = torch.stack(list(self._scalars.values())), self._supervised_K[1:], self._hits_K[1:], waited_W
+        found = torch.split(ranks.sum(torch.cat(parts)).cpu(), [len(part) for part in parts])
+        scalars, supervised, hits, each = (part.tolist() for part in found)
+        return {**dict(zip(_SCALARS, scalars, strict=True)), "supervised": supervised, "hits": hits, "waited": each}
 
 
 def step_metrics(sums: dict[str, Any], seconds: dict[str, float], block_size: int) -> dict[str, Any]:
