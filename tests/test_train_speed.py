@@ -263,7 +263,6 @@ def test_where_the_kernel_does_not_tell_nothing_queued(monkeypatch: pytest.Monke
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA B300 SXM6 AC", 2250e12),
-        ("NVIDIA GB300", 2500e12),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8e12),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9e12),

@@ -11,9 +11,7 @@ from dflash_offline.tools.report import Run, table
 try:
     import matplotlib
 except ImportError as error:
-    raise UsageError(
-        f"--html and --png need matplotlib ({error}); pip install matplotlib, or leave them out"
-    ) from None
+    raise UsageError(f"--html and --png need matplotlib ({error}); pip install matplotlib, or leave them out") from None
 
 from dflash_offline.tools.report_plots import one_figure, sections, whole_figure
 from dflash_offline.tools.stats_page import LOOK, STYLE, image

@@ -18,9 +18,7 @@ try:
     import matplotlib
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise UsageError(
-        f"--html needs matplotlib ({error}); pip install matplotlib, or leave --html out"
-    ) from None
+    raise UsageError(f"--html needs matplotlib ({error}); pip install matplotlib, or leave --html out") from None
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }

@@ -19,13 +19,12 @@ PEAK = {
     "H200 NVL": 835e12,
     "H200": 989e12,
     "B200": 2250e12,
-    "GB300": 2500e12,
     "B300": 2250e12,
     "RTX PRO 6000 Blackwell Max-Q": 438.9e12,
     "RTX PRO 6000 Blackwell": 503.8e12,
 }
-"""Dense bf16 operations a second, by the first of these words that the device's name holds: the maker's data sheets,
-half of what they say with sparsity."""
+"""Dense bf16 operations a second, by the first of these words that the device's name holds: half of what the maker's data
+sheets say with sparsity, B300 and RTX PRO 6000 as others quote them."""
 
 
 def row_flops(spec: DrafterSpec, tokens: int, slots: int) -> int:
