@@ -23,8 +23,8 @@ PEAK = {
     "RTX PRO 6000 Blackwell Max-Q": 438.9e12,
     "RTX PRO 6000 Blackwell": 503.8e12,
 }
-"""Dense bf16 operations a second, by the first of these words that the device's name holds: half of what the maker's data
-sheets say with sparsity, B300 and RTX PRO 6000 as others quote them."""
+"""Dense bf16 operations a second, by the first of these words that the device's name holds: half of what the maker's
+data sheets say with sparsity, B300 and RTX PRO 6000 as others quote them."""
 
 
 def row_flops(spec: DrafterSpec, tokens: int, slots: int) -> int:
