@@ -136,12 +136,14 @@ def make_runner(
     beat(f"loading {config.target.path}")
     model = load_decoder(target, max(captured), device, dtype, attention)
     beat(f"loaded; {used}; the first rows compile what is not compiled yet")
+    found: dict[str, list[float]] = {}
     if config.guard.probe and target.model_type.startswith("qwen3_5"):
-        checks.check_rule(target.config, device, dtype)
+        found["rule"] = [checks.check_rule(target.config, device, dtype)]
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
-    found = {} if stock is None else checks.probe(capture, stock, captured, target.config.vocab_size)
+    if stock is not None:
+        found |= checks.probe(capture, stock, captured, target.config.vocab_size)
     return Runner(
         config=config,
         layers=tuple(layers),
