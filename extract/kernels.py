@@ -135,7 +135,7 @@ def fla_fault() -> str:
 
 def _refusal(why: str) -> UsageError:
     return UsageError(
-        f"flash-linear-attention cannot be used ({why}); pip install -U 'flash-linear-attention>={OLDEST_FLA}' triton, "
+        f"flash-linear-attention cannot be used ({why}); pip install -U 'flash-linear-attention>={OLDEST_FLA}', "
         "or pass --allow-slow True to run many times slower"
     )
 
