@@ -28,10 +28,15 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["transformers.models.qwen3_5.modeling_qwen3_5", "dflash_offline.extract.runner"])
 
 
+def warm(patch: pytest.MonkeyPatch) -> None:
+    """Workers of this process find their imports done; they are real processes all the same."""
+    patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: SERVER))
+
+
 def extract(*args: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process; its workers are real processes all the same. Both find their imports done."""
+    """The command in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "multiprocessing", SimpleNamespace(get_context=lambda _: SERVER))
+        warm(patch)
         return call("run", *args)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import arguments, command, copy_without_shards, extract, tree
+from runs import arguments, command, copy_without_shards, extract, tree, warm
 from targets import write_chats, write_rows
 
 from dflash_offline.extract import events, forecast, plan, pool
@@ -109,6 +109,7 @@ def test_a_task_that_always_fails_is_named_and_the_others_are_done(site: Path, t
 
 def test_a_device_that_fails_again_and_again_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = pool.Job(config=ExtractConfig(), cache=tmp_path, layers=(), plan=None)  # type: ignore[arg-type]
+    warm(monkeypatch)
     monkeypatch.setattr(pool, "_serve", _leave)
     with pytest.raises(RunError, match="no worker is left: worker on cpu ended with code 7"):
         pool.run(job, ["cpu"], range(40), False, lambda report: None, events.Events(tmp_path))
@@ -124,6 +125,7 @@ def test_a_worker_that_tells_of_its_error_and_leaves_costs_one_attempt(
 ) -> None:
     """As a GPU's does, whose device may be broken; it was given more meanwhile."""
     job = pool.Job(config=ExtractConfig(), cache=tmp_path, layers=(), plan=None)  # type: ignore[arg-type]
+    warm(monkeypatch)
     monkeypatch.setattr(pool, "_serve", _tell_and_leave)
     done: list[int] = []
     failed = pool.run(job, ["cuda:0"], [1, 2], False, lambda r: done.append(r.number), events.Events(tmp_path))
