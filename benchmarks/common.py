@@ -1,6 +1,9 @@
-"""What benchmarks on a GPU share: the matrix rate that a step is put beside, and the shapes of Qwen3.6-27B."""
+"""What benchmarks on a GPU share: matrix rate, time by kind of kernel, and the shapes of Qwen3.6-27B."""
 
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -32,3 +35,14 @@ def gemm_rate(seconds: float) -> float:
         torch.cuda.synchronize()
         count += 10
     return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
+
+
+def by_kind(kernels: Mapping[str, float], kinds: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Milliseconds by name -> by kind, the first one that has a word of the name, and the largest 25."""
+    found, names = Counter[str](), Counter[str]()
+    for name, ms in kernels.items():
+        kind = next((k for k, words in kinds.items() if any(w in name for w in words)), "other")
+        found[kind] += ms  # type: ignore[assignment]
+        names[f"{kind}: {name[:70]}"] += ms  # type: ignore[assignment]
+    by, largest = ({n: round(ms, 3) for n, ms in c.most_common(k)} for c, k in ((found, None), (names, 25)))
+    return {"kernels ms": round(sum(kernels.values()), 3), "by kind": by, "largest": largest}

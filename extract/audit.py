@@ -15,7 +15,7 @@ from dflash_offline.extract.config import AuditConfig, ExtractConfig, GuardConfi
 from dflash_offline.extract.runner import make_runner
 from dflash_offline.extract.target import identity, open_target
 from dflash_offline.shards.cache import Cache
-from dflash_offline.shards.device import auto_device
+from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.keys import last_positions
 from dflash_offline.shards.sample import Sample
@@ -42,7 +42,7 @@ def audit(config: AuditConfig) -> int:
             f"{target.folder}: identity {found}, the cache was made with {settings['target.weights']}; give the same "
             f"checkpoint with --target"
         )
-    device = torch.device(auto_device("--device cpu") if config.device == "auto" else config.device)
+    device = torch.device(chosen_device(config.device))
     run = ExtractConfig(
         target=TargetConfig(path=str(target.folder), dtype=settings["target.dtype"]),
         batching=settings["batching"],

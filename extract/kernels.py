@@ -73,6 +73,11 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def has_delta_rule(model_type: str) -> bool:
+    """Whether some layers of the family are Gated DeltaNet."""
+    return model_type.startswith("qwen3_5")
+
+
 def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: bool = False) -> str:
     """Make the decoder family `model_type` respect `boundaries`. Returns which kernels will run, for the manifest.
 
@@ -84,7 +89,7 @@ def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: boo
 
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
     used = {"attention": "torch sdpa"}
-    if model_type.startswith("qwen3_5"):
+    if has_delta_rule(model_type):
         module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
         for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
             if not hasattr(module, name):
@@ -120,7 +125,7 @@ def _reference(stock: Any) -> Any:
 
 def check_packages(model_type: str, device: str, allow_slow: bool) -> None:
     """Raises UsageError where a GPU would have to do without fla, as far as can be told without opening it."""
-    if device.startswith("cuda") and model_type.startswith("qwen3_5") and not allow_slow and (fault := fla_fault()):
+    if device.startswith("cuda") and has_delta_rule(model_type) and not allow_slow and (fault := fla_fault()):
         raise _refusal(fault)
 
 
@@ -173,11 +178,17 @@ def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
         kwargs.pop("cu_seqlens", None)
         if row is None:
             return reference(q, k, v, g=g, beta=beta, **kwargs)
-        pieces = zip(*(torch.split(x, row.lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
-        parts = [reference(qi, ki, vi, g=gi, beta=bi, **kwargs)[0] for qi, ki, vi, gi, bi in pieces]
-        return torch.cat(parts, dim=1), None
+        return _by_sample(reference, row, q, k, v, g, beta, **kwargs), None
 
     return chunk_gated_delta_rule
+
+
+def _by_sample(
+    reference: Any, row: _Row, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+) -> Tensor:
+    pieces = zip(*(torch.split(x, row.lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
+    parts = [reference(qi, ki, vi, g=gi, beta=bi, **kwargs)[0] for qi, ki, vi, gi, bi in pieces]
+    return torch.cat(parts, dim=1)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -193,9 +204,7 @@ def reference_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor)
     assert _row is not None
     shared = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
-    pieces = zip(*(torch.split(x, _row.lengths, dim=1) for x in (q, k, v, decay, beta)), strict=True)
-    rule = _reference(module.torch_chunk_gated_delta_rule.stock)
-    return torch.cat([rule(qi, ki, vi, g=gi, beta=bi)[0][0] for qi, ki, vi, gi, bi in pieces])
+    return _by_sample(_reference(module.torch_chunk_gated_delta_rule.stock), _row, q, k, v, decay, beta)[0]
 
 
 def _convolution(reference: Any, fast: Any) -> Callable[..., Tensor]:

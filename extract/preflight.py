@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from dflash_offline.extract import forecast
+from dflash_offline.extract import forecast, kernels
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.target import Target, loaded_bytes
 from dflash_offline.shards.command import say
-from dflash_offline.shards.device import auto_device
+from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.index import SHARDS_FOLDER
 
@@ -57,7 +57,7 @@ def choose_devices(config: ExtractConfig) -> list[str]:
     """One device a worker."""
     names = config.devices.split(",")
     if config.devices == "auto":
-        gpus = auto_device("--devices cpu") == "cuda"
+        gpus = chosen_device("auto", "--devices cpu") == "cuda"
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else ["cpu"]
     for name in names:
         try:
@@ -102,7 +102,7 @@ def check_rows(config: ExtractConfig, devices: Sequence[str], target: Target, la
     """Raises UsageError when the codec, or a kernel on a GPU, would count a row's values beyond 32 bits."""
     c = target.config
     limit = (2**32 - 1) // (layers * c.hidden_size)
-    if devices[0].startswith("cuda") and target.model_type.startswith("qwen3_5"):
+    if devices[0].startswith("cuda") and kernels.has_delta_rule(target.model_type):
         # The widest that a delta rule's kernels step over, signed: what the convolution reads.
         read = 2 * c.linear_num_key_heads * c.linear_key_head_dim + c.linear_num_value_heads * c.linear_value_head_dim
         limit = min(limit, (2**31 - 1) // read)

@@ -128,7 +128,8 @@ def make_runner(
     """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
     kernels.own(device)
     packed = config.batching == "packed"
-    hybrid = packed and target.model_type.startswith("qwen3_5")
+    recurrent = kernels.has_delta_rule(target.model_type)
+    hybrid = packed and recurrent
     used = kernels.install(target.model_type, device, config.allow_slow, hybrid)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
     attention = kernels.PACKED_ATTENTION if packed else "sdpa"
@@ -137,7 +138,7 @@ def make_runner(
     model = load_decoder(target, max(captured), device, dtype, attention)
     beat(f"loaded; {used}; the first rows compile what is not compiled yet")
     found: dict[str, list[float]] = {}
-    if config.guard.probe and target.model_type.startswith("qwen3_5"):
+    if config.guard.probe and recurrent:
         found["rule"] = [checks.check_rule(target.config, device, dtype)]
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None

@@ -28,6 +28,7 @@ FAMILIES = {
     "llama": ("llama", "LlamaModel"),
 }
 """Text model type -> (transformers module, decoder class)."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 """Where checkpoints put the decoder: multimodal, older multimodal, causal LM, bare decoder."""
 _SAMPLED_BYTES = 1 << 14
@@ -100,7 +101,7 @@ def _folder(path: str, revision: str | None) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if not HUB_ID.fullmatch(path):
         raise UsageError(f"target.path: no such folder: {path}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -1,4 +1,4 @@
-"""The device that is used where none is named."""
+"""The device that is used: the one that was asked for, or what the machine has."""
 
 import os
 from pathlib import Path
@@ -8,14 +8,18 @@ from dflash_offline.shards.errors import UsageError
 DRIVER = Path("/dev/nvidiactl")
 
 
-def auto_device(other: str) -> str:
-    """cuda where torch finds a GPU, else cpu.
+def chosen_device(asked: str, other: str = "--device cpu") -> str:
+    """`asked`; for auto cuda where torch finds a GPU, else cpu.
 
-    Raises UsageError where NVIDIA's driver is loaded and torch finds none: nobody wants a CPU by mistake. `other`: the
-    flag that asks for one.
+    Raises UsageError where cuda is asked for and none is visible; for auto where NVIDIA's driver is loaded and torch
+    finds no GPU: nobody wants a CPU by mistake. `other`: the flag that asks for one.
     """
     import torch
 
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device = cuda: no CUDA device is visible; use {other}")
+    if asked != "auto":
+        return asked
     if torch.cuda.is_available():
         return "cuda"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")

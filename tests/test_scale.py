@@ -236,7 +236,8 @@ def test_kernels_by_kind() -> None:
         "void at::native::reduce_kernel<512>": 3.0,
         **{f"small {n}": 0.001 for n in range(30)},
     }
-    found = benchmark().by_kind(names)
+    train = benchmark()
+    found = train.by_kind(names, train.KINDS)
     assert found["by kind"] == {
         "matrix products": 100, "attention": 20, "AdamW": 15, "collectives": 8, "norms and SwiGLU": 5, "loss": 4,
         "other": 3.03, "copies": 2, "memset": 1,

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
-from dflash_offline.extract.kernels import fla_fault
+from dflash_offline.extract.kernels import fla_fault, has_delta_rule
+from dflash_offline.extract.target import HUB_ID
 from dflash_offline.shards.command import say
-from dflash_offline.shards.device import auto_device
+from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.sample import Sample
@@ -51,18 +51,13 @@ def live(config: Live) -> int:
         prompts = _prompts(config.prompts, tokenizer, config, cache)
     else:
         prompts = [sample.input_ids[: response_span(sample)[0]].tolist() for sample in picked]
-    device = config.device if config.device != "auto" else auto_device("--device cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
+    device = chosen_device(config.device)
     path = config.target or cache.caches[0].manifest.target["path"]
-    if not Path(path).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    if not Path(path).is_dir() and not HUB_ID.fullmatch(str(path)):
         raise UsageError(f"{path}: not a target: no such folder; expected the target's in --target, or a Hub name")
     target = LiveTarget(path, ours.spec.layer_ids, device)
-    if (
-        device == "cuda"
-        and target.model.config.get_text_config().model_type.startswith("qwen3_5")
-        and (fault := fla_fault())
-    ):
+    family = target.model.config.get_text_config().model_type
+    if device == "cuda" and has_delta_rule(family) and (fault := fla_fault()):
         say(f"note: the target decodes many times slower than it could: flash-linear-attention: {fault}")
     shared = load_target(cache, torch.device(device), target.model.dtype)
     _check_same(target, shared, cache)

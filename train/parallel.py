@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_offline.shards.device import auto_device
+from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import RunError, UsageError
 
 T = TypeVar("T")
@@ -130,10 +130,7 @@ class Sums:
 @contextmanager
 def connect(device: str) -> Iterator[Ranks]:
     """Join the peers that torchrun started; a process started by hand is alone and opens no port."""
-    if device == "auto":
-        device = auto_device("--device cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device = cuda: no CUDA device is visible; use --device cpu")
+    device = chosen_device(device)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield Ranks(0, 1, torch.device(device))
         return

@@ -16,7 +16,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +40,7 @@ from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.keys import sample_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import gemm_rate
+from common import by_kind, gemm_rate
 
 GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""
@@ -197,14 +196,8 @@ def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         wall = timed(lambda: [row for row in rows(runner, plan.load_task(work, task))] and None)
-    found, names = Counter[str](), Counter[str]()
-    for event in prof.key_averages():
-        kind = next((k for k, words in KINDS.items() if any(w in event.key for w in words)), "other")
-        found[kind] += event.self_device_time_total / 1e3
-        names[f"{kind}: {event.key[:70]}"] += event.self_device_time_total / 1e3
-    total = sum(found.values())
-    kinds, largest = dict(found.most_common()), {n: round(ms, 1) for n, ms in names.most_common(40)}
-    return {"wall ms": 1e3 * wall, "kernels ms": total, "tokens": task.tokens, "by kind": kinds, "largest": largest}
+    spent = {e.key: e.self_device_time_total / 1e3 for e in prof.key_averages()}
+    return {"wall ms": 1e3 * wall, "tokens": task.tokens, **by_kind(spent, KINDS)}
 
 
 def ready(

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -36,7 +35,7 @@ from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.writer import Identity
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import TARGET, gemm_rate
+from common import TARGET, by_kind, gemm_rate
 
 LAYERS, HIDDEN, VOCAB, LONG = [1, 16, 31, 46, 61], 5120, 248320, 3072
 WARM, SPLIT = 4, 8
@@ -176,18 +175,7 @@ def split(run_dir: Path, cache: Path, flags: list[str]) -> dict[str, Any]:
 
     steps_of(run_dir, cache, WARM + SPLIT, flags, after)
     kernels = {e.key: e.self_device_time_total / 1e3 / SPLIT for e in prof.key_averages()}
-    return {"steps": SPLIT, "wall ms": 1e3 * (moments[1] - moments[0]) / SPLIT, **by_kind(kernels)}
-
-
-def by_kind(kernels: dict[str, float]) -> dict[str, Any]:
-    """Milliseconds by name -> by kind, and the largest 25."""
-    kinds, names = Counter[str](), Counter[str]()
-    for name, ms in kernels.items():
-        kind = next((k for k, words in KINDS.items() if any(w in name for w in words)), "other")
-        kinds[kind] += ms  # type: ignore[assignment]
-        names[f"{kind}: {name[:70]}"] += ms  # type: ignore[assignment]
-    by, largest = ({n: round(ms, 3) for n, ms in c.most_common(k)} for c, k in ((kinds, None), (names, 25)))
-    return {"kernels ms": round(sum(kernels.values()), 3), "by kind": by, "largest": largest}
+    return {"steps": SPLIT, "wall ms": 1e3 * (moments[1] - moments[0]) / SPLIT, **by_kind(kernels, KINDS)}
 
 
 def main() -> None:
