@@ -186,6 +186,8 @@ def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
 def _by_sample(
     reference: Any, row: _Row, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
 ) -> Tensor:
+    shared = v.shape[2] // q.shape[2]  # transformers 5.17 wants as many of the one as of the other
+    q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
     pieces = zip(*(torch.split(x, row.lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
     parts = [reference(qi, ki, vi, g=gi, beta=bi, **kwargs)[0] for qi, ki, vi, gi, bi in pieces]
     return torch.cat(parts, dim=1)
@@ -202,8 +204,6 @@ def reference_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor)
     """As `delta_rule`, by transformers' reference, sample by sample."""
     module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     assert _row is not None
-    shared = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
     return _by_sample(_reference(module.torch_chunk_gated_delta_rule.stock), _row, q, k, v, decay, beta)[0]
 
 
