@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,41 @@ def test_b34_a_gpu_without_fast_kernels_is_refused(tmp_path: Path, monkeypatch: 
         extract(config)
     assert extract(replace(config, allow_slow=True)) == 0
     assert "delta_rule: torch reference" in Cache(tmp_path / "c").manifest.kernels
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_bytes_do_not_depend_on_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on when kernels run; and a worker of the second GPU has nothing on the first."""
+    write_target(tmp_path / "t")
+    data = DataConfig(files=(write_chats(tmp_path / "d.jsonl", 300),))
+    config = ExtractConfig(
+        target=TargetConfig(path=str(tmp_path / "t")), data=data, cache=tmp_path / "both", shard_mib=1
+    )
+    seen, ended = set[tuple[str, str]](), threading.Event()
+
+    def watch() -> None:
+        query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+        while not ended.wait(0.2):
+            lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+            seen.update((uuid, pid) for uuid, pid in (line.split(", ") for line in lines))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        assert extract(config) == 0
+    finally:
+        ended.set()
+        thread.join()
+    events = map(json.loads, (tmp_path / "both" / "events.jsonl").read_text().splitlines())
+    pids = {e["device"]: str(e["worker"]) for e in events if e["event"] == "worker"}
+    print(pids, seen)
+    assert set(pids) == {"cuda:0", "cuda:1"}
+    cards = [{uuid for uuid, pid in seen if pid == one} for one in pids.values()]
+    if all(cards):  # in some sandboxes nvidia-smi has other pids
+        assert sum(map(len, cards)) == len(set.union(*cards)) == 2
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert extract(replace(config, cache=tmp_path / "one", devices="cuda:0")) == 0
+    shards = sorted(path.name for path in (tmp_path / "one" / "shards").iterdir())
+    assert len(shards) > 3
+    for name in shards:
+        assert (tmp_path / "one" / "shards" / name).read_bytes() == (tmp_path / "both" / "shards" / name).read_bytes()
