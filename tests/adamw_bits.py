@@ -33,7 +33,8 @@ def main() -> None:
     )
     for number in range(3):
         scale = 0.3 + number
-        one.apply(scale, copies)
+        one.apply(scale, ours[:1], copies)  # as where the first is sent meanwhile
+        one.apply(scale, ours[1:], copies)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = p.grad * scale
         other.step()

@@ -1,21 +1,69 @@
 """The optimizer's work dealt to the ranks is the work of one."""
 
+import copy
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from train_reference import chats, make_cache
+from torch import Tensor
+from train_reference import chats, drafter, make_cache
 from train_runs import SIX, finish, hashes, metrics
 
 from dflash_offline.train import checkpoint
+from dflash_offline.train.config import OptimConfig
 from dflash_offline.train.log import read_metrics
+from dflash_offline.train.parallel import Ranks
+from dflash_offline.train.state import State
 
 FLAGS = [
     *SIX, "--device", "cpu", "--precision", "bfloat16", "--data.rows-per-step", "6", "--optim.ema", "0.8",
     "--optim.weight-decay", "0.1", "--optim.freeze", "layers.1.mlp.*", "layers.0.self_attn.k_norm.weight",
     "--optim.no-decay", "fc.*", "--optim.clip", "0.1", "--optim.epochs", "9",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told(Ranks):
+    """A rank whose peers are in the same process: what it gives is kept, as it is at that moment."""
+
+    given: list[Tensor] = field(default_factory=list)
+
+    def gather(self, whole: Tensor, share: Tensor) -> Callable[[], None]:
+        assert len(whole) == 3 * len(share)
+        self.given.append(share.clone())
+        return lambda: None
+
+
+def test_a_part_is_sent_when_all_of_it_is_stepped() -> None:
+    """As on a GPU, where a part is stepped while the one before it travels."""
+    master, ranks = drafter(), [Told(rank, 3, torch.device("cpu")) for rank in range(3)]
+    config = OptimConfig(freeze=("layers.1.mlp.*", "fc.*"))
+    states = [State.of(copy.deepcopy(master), config, torch.bfloat16, rank) for rank in ranks]
+    for state in states:
+        state.gradients.flat.normal_(generator=torch.Generator().manual_seed(0))
+
+        @torch.no_grad()
+        def apply(scale: float, weights: list[Tensor], copies: dict[Tensor, Tensor]) -> None:
+            for weight in weights:
+                weight -= scale * weight.grad
+                copies.get(weight, weight).copy_(weight)
+
+        state.optimizers[0].apply = apply  # type: ignore[attr-defined]
+        state.step(1, 1.0, 0.5)
+    ranges, flat = states[0].gradients.ranges, states[0].gradients.flat
+    before = dict(master.named_parameters())
+    gains, *parts = states[0].sharded.names()  # type: ignore[union-attr]
+    assert sorted([*gains, *(name for part in parts for name in part)]) == sorted(ranges)
+    assert all(len(rank.given) == len(parts) for rank in ranks)
+    for number, part in enumerate(parts):
+        wanted = [(before[name].view(-1) - 0.5 * flat[ranges[name]]).bfloat16() for name in part]
+        found = torch.cat([rank.given[number] for rank in ranks])
+        assert torch.equal(found[: sum(map(len, wanted))], torch.cat(wanted))
+    for name in gains:
+        assert torch.equal(states[2].drafter.get_parameter(name), before[name] - 0.5 * flat[ranges[name]])
 
 
 def test_shares_of_three_ranks_are_the_whole_of_one(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ that a step does is wait for memory.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import triton
@@ -41,11 +41,12 @@ class AdamW(torch.optim.AdamW):
     """The same groups and state, so the same checkpoints."""
 
     @torch.no_grad()
-    def apply(self, scale: float, copies: Mapping[Tensor, Tensor]) -> None:
-        """A step with the gradients times `scale`. `copies`: what a weight is rounded to."""
+    def apply(self, scale: float, weights: Iterable[Tensor], copies: Mapping[Tensor, Tensor]) -> None:
+        """A step of `weights` with their gradients times `scale`. `copies`: what a weight is rounded to."""
+        wanted = {*weights}
         for group in self.param_groups:
             rate, (beta1, beta2) = group["lr"], group["betas"]
-            for weight in group["params"]:
+            for weight in filter(wanted.__contains__, group["params"]):
                 state = self.state[weight]
                 if not state:
                     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}

@@ -129,7 +129,7 @@ def _train(job: Job, ranks: Ranks, stop: Stop, place: Place) -> int:
             state.clear()
             clock.lap("optimizer")
             if state.sharded:
-                state.sharded.spread()
+                state.sharded.arrive()
                 clock.lap("gather")
             entry: dict[str, Any] = {
                 "step": step,

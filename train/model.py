@@ -229,7 +229,7 @@ class Drafter(nn.Module):
         the backward pass computes a layer again, of which nothing was kept but its input.
         """
         rotary, own, views = self._rotary(position_T), self._rotary(blocks.positions()), views or self._views(blocks)
-        context_TD = self.reduced(states_TLD)
+        (context_TD,) = _begin(reached, self.reduced(states_TLD))
         x_QD = inputs_AKD.flatten(0, 1).to(self.fc.weight.dtype)
         for i, (layer, window) in enumerate(zip(self._layers, self.spec.windows, strict=True)):
             if i:
@@ -245,8 +245,7 @@ class Drafter(nn.Module):
         found = []
         for i in reversed(range(len(self.layers))):
             found += [[f"layers.{i}.mlp.", f"layers.{i}.post_"], [f"layers.{i}.input_", f"layers.{i}.self_attn."]]
-        # Nothing comes before the first layer's attention in which it could be waited for.
-        found[-1] += ["fc.", "hidden_norm.", "norm."]
+        found.append(["fc.", "hidden_norm.", "norm."])
         return [[name for name in names if name.startswith(tuple(part))] for part in found]
 
     @property

@@ -8,7 +8,7 @@ part is added up in shares, and the stepped weights are gathered.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,11 +52,20 @@ class Ranks:
         """Add up a tensor over the ranks, in place. Every rank must call it."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
-    def gather(self, whole: Tensor, share: Tensor) -> None:
-        """Fill `whole` with the shares of all ranks in order; the own one may lie in it. Every rank must call it."""
+    def gather(self, whole: Tensor, share: Tensor) -> Callable[[], None]:
+        """Begin to fill `whole` with the shares of all ranks in order; the own one may lie in it.
+
+        Every rank must call it. Returns what waits for it: on a GPU its queue, not the process.
+        """
         with self._lost():
-            _last[:] = [dist.all_gather_into_tensor(whole, share, async_op=True)]
-            _last[0].wait()
+            work = dist.all_gather_into_tensor(whole, share, async_op=True)
+        _last[:] = [work]
+
+        def wait() -> None:
+            with self._lost():
+                work.wait()
+
+        return wait
 
     def agree(self, tensor: Tensor) -> bool:
         """Whether all ranks have the same integers. Every rank must call it."""
@@ -134,12 +143,15 @@ def connect(device: str) -> Iterator[Ranks]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield Ranks(0, 1, torch.device(device))
         return
-    here = torch.device("cpu")
+    here, options = torch.device("cpu"), None
     if device == "cuda":
         here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
+        # A product holds every SM: a collective of no priority begins when those that were queued before it are done.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = PATIENCE  # it warns where this is not what it is given besides
     try:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=PATIENCE, pg_options=options)
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UsageError(

@@ -1,14 +1,14 @@
 """The optimizer's work dealt to the ranks (ZeRO, stage 1): gradients are summed where they are used, and nowhere else.
 
 A rank owns an equal share of every part of the matrices: it alone has their moments, and steps their fp32 weights. All
-that the others need of them are the rounded weights, which are gathered after every step. Half the bytes of summing
-all gradients everywhere travel beside the backward pass, and the optimizer takes a rank's share of its time. Gains are
-few, and every rank's.
+that the others need of them are the rounded weights: those of a part are gathered while the next part is stepped. Half
+the bytes of summing all gradients everywhere travel beside the backward pass, and the optimizer takes a rank's share of
+its time. Gains are few, and every rank's.
 
 The fp32 weights of other ranks' shares are out of date on this one until `gather`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class Sharded:
             share = self._share(next(part for part in self._parts if part.start <= place.start < part.stop))
             begin, end = max(place.start, share.start), min(place.stop, share.stop)
             self._owned[name] = slice(begin - place.start, max(begin, end) - place.start)
+        self._coming: list[Callable[[], None]] = []
 
     def pieces(self, module: nn.Module) -> dict[str, Tensor]:
         """What is owned of the tensors of `module`, as vectors in their memory, some of them empty."""
@@ -67,10 +68,23 @@ class Sharded:
         squares = self._ranks.sum(torch.stack(own).double().square().sum())
         return float((squares + torch.linalg.vector_norm(flat[self._gains]).double().square()).sqrt())
 
-    def spread(self) -> None:
-        """Give every rank the rounded weights of all."""
-        for part in self._parts:
-            self._ranks.gather(self._rounded[part], self._rounded[self._share(part)])
+    def names(self) -> list[list[str]]:
+        """Of what is stepped, part by part, the gains first: they are part of none."""
+        places = self._gradients.ranges.items()
+        found = [[name for name, place in places if part.start <= place.start < part.stop] for part in self._parts]
+        return [[name for name, place in places if place.start >= self._gains.start], *found]
+
+    def send(self, part: int) -> None:
+        """Begin to give every rank the rounded weights of a part of `names`. Every rank must call it."""
+        if part:
+            place = self._parts[part - 1]
+            self._coming.append(self._ranks.gather(self._rounded[place], self._rounded[self._share(place)]))
+
+    def arrive(self) -> None:
+        """Wait for all that was sent: on a GPU its queue does, not the process."""
+        for wait in self._coming:
+            wait()
+        self._coming.clear()
 
     def whole(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """fp32 vectors of all that every rank has pieces of, a part at a time. Every rank must come to its end."""
@@ -82,7 +96,7 @@ class Sharded:
                 begin = place.start + self._owned[name].start - share.start
                 own[begin : begin + pieces[name].numel()] = pieces[name].view(-1)
             found = torch.empty(part.stop - part.start, device=own.device)
-            self._ranks.gather(found, own)
+            self._ranks.gather(found, own)()
             for name, place in places.items():
                 yield name, found[place.start - part.start : place.stop - part.start]
         yield from ((name, piece) for name, piece in pieces.items() if self._owned[name] == slice(None))

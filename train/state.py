@@ -110,18 +110,21 @@ class State:
         return clipped(norm, divisor, self.config.clip)
 
     def step(self, number: int, rate: float, scale: float = 1.0) -> None:
-        """Optimizer step `number`, counted from 1, with the gradients times `scale`; then comes `sharded.spread`."""
+        """Optimizer step `number`, counted from 1, with the gradients times `scale`; then comes `sharded.arrive`."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         in_one_pass = getattr(self.optimizers[0], "apply", None)  # adamw.py, on a GPU
-        if in_one_pass:
-            in_one_pass(scale, self.copies)
-        else:
+        if not in_one_pass:
             self.gradients.flat *= scale
             for optimizer in self.optimizers:
                 optimizer.step()
             refresh(self.copies)
+        for part, names in enumerate(self.sharded.names() if self.sharded else [[*self.stepped]]):
+            if in_one_pass:
+                in_one_pass(scale, [self.stepped[name] for name in names], self.copies)
+            if self.sharded:
+                self.sharded.send(part)
         if self.average is not None and self.config.ema is not None:
             average = self.sharded.pieces(self.average) if self.sharded else dict(self.average.named_parameters())
             pairs = [(average[name], weight) for name, weight in self.stepped.items()]

@@ -2,8 +2,9 @@
 
     python benchmarks/extract/run.py --out FILE.json [--devices 0,1] [--work FOLDER] [--codec ecsq]
 
-Everything is of one process (a process a GPU with several), beside the matrix rate measured before and after. Where
-flash_qla is installed, fla would use it for the delta rule: it is kept from it, and has turns of its own.
+Everything is of one process (a process a GPU with several), beside the matrix rate measured before and after; results
+are written as they come. Where flash_qla is installed, fla uses it for the delta rule, here as in extraction; peers and
+stock are kept from it, and turns without it, and stock with it, stand beside.
 """
 
 import argparse
@@ -11,15 +12,14 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import queue
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +30,11 @@ import shapes
 import torch
 import torch.nn.functional as F
 
-from dflash_offline.extract import kernels, plan
+from dflash_offline.extract import checks, kernels, plan
 from dflash_offline.extract.config import ExtractConfig, GuardConfig
 from dflash_offline.extract.forward import batches
 from dflash_offline.extract.hybrid import HybridCapture
-from dflash_offline.extract.runner import Runner, launches, rows
+from dflash_offline.extract.runner import Runner, launches
 from dflash_offline.extract.task import calibrate, run_task
 from dflash_offline.shards.index import shard_name
 from dflash_offline.shards.keys import sample_key
@@ -62,14 +62,14 @@ def timed(work: Any) -> float:
 
 
 @torch.inference_mode()
-def stock_rate(model: Any) -> dict[str, float]:
+def stock_rate(model: Any, times: int = 6) -> dict[str, Any]:
     """Tokens/s of transformers' own forward, 4 x 4096 real tokens, no mask, nothing written.
 
     Warm is also the GPU: its clock falls in the first seconds of work, and our turns come after minutes of it.
     """
     ids = torch.randint(0, 248000, (4, 4096), device="cuda")
     first = timed(lambda: model(input_ids=ids, use_cache=False))
-    seconds = [timed(lambda: [model(input_ids=ids, use_cache=False) for _ in range(2)]) for _ in range(6)]
+    seconds = [timed(lambda: [model(input_ids=ids, use_cache=False) for _ in range(2)]) for _ in range(times)]
     rates = [2 * ids.numel() / s for s in seconds]
     return {"first call s": first, "tokens/s": median(rates[-3:]), "all": [round(r) for r in rates]}
 
@@ -180,7 +180,7 @@ def disk_rate(folder: Path) -> float:
 
 KINDS = {
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
-    "delta rule": ("_walk", "chunk_", "recompute_w_u"),
+    "delta rule": ("_walk", "chunk_", "recompute_w_u", "kkt", "gdr"),
     "convolution and heads": ("_conv_heads", "_rope_heads", "_gates", "_gate_heads"),
     "norms": ("_norm",),
     "SwiGLU": ("_swiglu",),
@@ -190,20 +190,29 @@ KINDS = {
 }
 
 
-def split(runner: Runner, work: Path, task: plan.Task) -> dict[str, Any]:
-    """Milliseconds of the device's kernels by kind over one task, and of the wall around them."""
+def split(work: Callable[[], Any]) -> dict[str, Any]:
+    """Milliseconds of the kernels by kind over `work()`, of the wall around them, and with no kernel at all."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        wall = timed(lambda: [row for row in rows(runner, plan.load_task(work, task))] and None)
+        wall = timed(work)
     spent = {e.key: e.self_device_time_total / 1e3 for e in prof.key_averages()}
-    return {"wall ms": 1e3 * wall, "tokens": task.tokens, **by_kind(spent, KINDS)}
+    ran = sorted((e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type.name == "CUDA")
+    idle, last = 0.0, ran[0][0]
+    for begin, end in ran:
+        idle, last = idle + max(0.0, begin - last), max(last, end)
+    return {
+        "wall ms": 1e3 * wall,
+        "first to last ms": (last - ran[0][0]) / 1e3,
+        "idle ms": idle / 1e3,
+        **by_kind(spent, KINDS),
+    }
 
 
 def ready(
     model: Any, device: int, work: Path, tell: Callable[[str, Any], None], codec: str = ExtractConfig.codec
 ) -> tuple[Runner, list[plan.Task]]:
-    """The tool around `model`, calibrated and compiled: its first shard was written."""
+    """The tool around `model`, calibrated and compiled: its first shard was written, and all lengths were met."""
     tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False, hybrid=True))
     begin = time.perf_counter()
     runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work, codec)
@@ -214,10 +223,11 @@ def ready(
     run_task(runner, work, 0, tasks[0]).result()
     (work / shard_name(0)).unlink()
     tell("first shard s", time.perf_counter() - begin)
+    turn(runner, work, tasks, True)  # cuDNN plans every new length of a sample, in steps of 128
     return runner, tasks
 
 
-def measure(device: int, args: Any, barrier: Any, answers: Any, alone: bool) -> None:
+def measure(device: int, args: Any, barrier: Any, told: Connection, alone: bool) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
     work = args.work / str(device)
@@ -226,6 +236,7 @@ def measure(device: int, args: Any, barrier: Any, answers: Any, alone: bool) -> 
 
     def tell(name: str, value: Any) -> None:
         result[name] = value
+        told.send(result)
         print(f"cuda:{device} {time.perf_counter() - begun:.0f} s: {name}: {json.dumps(value)}", flush=True)
 
     tell("burst TFLOP/s", gemm_rate(1))
@@ -234,39 +245,47 @@ def measure(device: int, args: Any, barrier: Any, answers: Any, alone: bool) -> 
     if alone and not args.together_only:
         tell("stock", stock_rate(model))
         tell("padded to the longest of 32, tokens/s", padded_rate(model, lengths[:32]))
-        tell("one by one with all logits, tokens/s", single_rate(model, lengths[:16]))
-        torch.cuda.empty_cache()
+        tell("one by one with all logits, tokens/s", single_rate(model, lengths[:8]))
+    qla = bool(importlib.util.find_spec("flash_qla"))
+    os.environ[QLA] = "1"
+    if qla and alone and not args.together_only:
+        tell("stock, flash_qla", stock_rate(model, 3))
+    torch.cuda.empty_cache()
     runner, tasks = ready(model, device, work, tell, args.codec)
     quiet = replace(runner, config=replace(runner.config, guard=GuardConfig(audit_every=0)))
+    if qla:
+        tell("distance of the delta rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
+    os.environ[QLA] = "0"
+    tell("distance of fla's rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
+    os.environ[QLA] = "1"
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     barrier.wait()
     tell("disk MB/s, all at once", disk_rate(work))
     turns: dict[str, list[float]] = {"discard": [], "shards": []}
+    more: dict[str, list[float]] = {}
     if alone and not args.together_only:
-        turns["shards, no audit"] = []
-    if importlib.util.find_spec("flash_qla"):
-        turns |= {"discard, flash_qla": [], "shards, flash_qla": []}
-        os.environ[QLA] = "1"
-        tell("flash_qla, first row s", timed(lambda: next(rows(runner, plan.load_task(work, tasks[0])))))
-    for _ in range(args.pairs):
-        for name in turns:
+        more |= {"shards, no audit": []} | ({"shards, fla's rule": []} if qla else {})
+    for number in range(args.pairs):
+        for name, rates in (turns | more if number % 2 == 0 else turns).items():
             barrier.wait()
-            os.environ[QLA] = "1" if "qla" in name else "0"
-            turns[name].append(turn(quiet if "no audit" in name else runner, work, tasks, "discard" in name))
-        tell("tokens/s so far", turns)
+            os.environ[QLA] = "0" if "fla's" in name else "1"
+            rates.append(turn(quiet if "no audit" in name else runner, work, tasks, "discard" in name))
+            os.environ[QLA] = "1"
+        tell("tokens/s", turns | more)
     if not alone:
-        turns["shards, the others idle"] = []
+        more["shards, the others idle"] = []
         for _ in range(2):
             barrier.wait()
             if device == 0:
-                turns["shards, the others idle"].append(turn(runner, work, tasks, False))
+                more["shards, the others idle"].append(turn(runner, work, tasks, False))
             barrier.wait()
-    tell("tokens/s", turns)
+        tell("tokens/s", turns | more)
     tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
     tell("sustained TFLOP/s", gemm_rate(4))
     if alone:
-        tell("split", split(runner, work, tasks[0]))
-    answers.put((device, result))
+        tell("tokens of the splits", [task.tokens for task in tasks[:2]])
+        tell("split, discard", split(lambda: turn(runner, work, tasks[:2], True)))
+        tell("split, shards", split(lambda: turn(runner, work, tasks[:2], False)))
 
 
 def main() -> None:
@@ -281,39 +300,30 @@ def main() -> None:
     args = parser.parse_args()
     devices = [int(d) for d in args.devices.split(",")]
     context = multiprocessing.get_context("spawn")
-    found = {}
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name()}
+    found["versions"] = {n: version(n) for n in ("torch", "triton", "transformers", "fla-core")}
+    found["codec"] = args.codec
     for group in [devices[:1], devices] if len(devices) > 1 and not args.together_only else [devices]:
         shutil.rmtree(args.work, ignore_errors=True)
-        barrier, answers = context.Barrier(len(group)), context.Queue()
-        processes = [
-            context.Process(
-                target=measure,
-                args=(d, args, barrier, answers, len(group) == 1),
-                daemon=True,
-            )
-            for d in group
-        ]
-        for process in processes:
-            process.start()
-        results = found[f"{len(group)} GPU"] = dict[int, Any]()
-        while len(results) < len(group):
-            with suppress(queue.Empty):
-                results |= [answers.get(timeout=2)]
-            if len(results) < len(group) and any(p.exitcode for p in processes):
-                sys.exit("a device's process ended, see above; the others are ended with it")
-        for process in processes:
-            process.join()
-        args.out.write_text(json.dumps(found, indent=1))
+        barrier, results = context.Barrier(len(group)), found.setdefault(f"{len(group)} GPU", {})
+        pipes, processes = dict[Connection, int](), []
+        for device in group:
+            receiver, sender = context.Pipe(duplex=False)
+            given = (device, args, barrier, sender, len(group) == 1)
+            processes.append(context.Process(target=measure, args=given, daemon=True))
+            processes[-1].start()
+            sender.close()  # the process has its own: the pipe ends with it
+            pipes[receiver] = device
+        while pipes:
+            for receiver in wait(list(pipes)):
+                try:
+                    results[pipes[receiver]] = receiver.recv()
+                    args.out.write_text(json.dumps(found, indent=1))
+                except EOFError:
+                    processes[group.index(device := pipes.pop(receiver))].join()
+                    if processes[group.index(device)].exitcode:
+                        sys.exit(f"the process of cuda:{device} failed, see above; the others are ended with it")
     shutil.rmtree(args.work, ignore_errors=True)
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {n: version(n) for n in ("torch", "triton", "transformers", "fla-core")},
-        "codec": args.codec,
-        **found,
-    }
-    args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
 
 
 if __name__ == "__main__":

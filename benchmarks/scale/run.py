@@ -9,10 +9,10 @@ count. The smallest and the largest count come first. Results are written as the
 
 Training reads from the page cache, not from the disk: its cache of 256,535 tokens was just written.
 
-Seconds on 8 GPUs, from runs on one and two: start and weights 25, first shards 56 (10 with a kernel cache), 6 turns of
-14; cache for training 25; 67 + 3 x 70. Together about 470. On a disk of 0.5 GB/s, at 34 kB a token, the first shards of
-eight GPUs take 33 more, their turn 99 and those of four and two 49 and 25: some 630, so that the last count of training
-is left out ("no time left") unless --seconds says more.
+Seconds on 8 GPUs, from runs on one and two: start and weights 25, first shards 56 (16 with a kernel cache), a turn to
+warm up and 6 more of 14; cache for training 25; 67 + 3 x 70. Together about 480. On a disk of 0.5 GB/s, at 34 kB a
+token, the first shards of eight GPUs take 33 more, their turn 99 and those of four and two 49 and 25: some 640, so that
+the last count of training is left out ("no time left") unless --seconds says more.
 """
 
 import argparse
