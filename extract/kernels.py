@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -62,6 +63,13 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
         _row = None
 
 
+@lru_cache(maxsize=8)
+def _batch(samples: int, tokens: int, device: torch.device) -> _Row:
+    """A batch of samples of one length, side by side."""
+    cu = torch.arange(samples + 1, dtype=torch.int32) * tokens
+    return _Row(lengths=[tokens] * samples, cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
+
+
 def own(device: torch.device) -> None:
     """Make a GPU this thread's own: Triton's kernels and events go there, whatever tensors they are given."""
     if device.type == "cuda":
@@ -78,10 +86,10 @@ def has_delta_rule(model_type: str) -> bool:
     return model_type.startswith("qwen3_5")
 
 
-def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: bool = False) -> str:
+def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: bool = False, width: int = 128) -> str:
     """Make the decoder family `model_type` respect `boundaries`. Returns which kernels will run, for the manifest.
 
-    `hybrid`: for hybrid.HybridCapture, whose convolution is its own.
+    `hybrid`: for hybrid.HybridCapture, whose convolution is its own. `width`: of the delta rule's heads.
 
     Raises UsageError when a fast kernel is missing on a GPU, with the package's own import error.
     """
@@ -100,16 +108,16 @@ def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: boo
         fast_rule, fast_conv = (None, None) if device.type == "cpu" else _fast_kernels(allow_slow)
         module.torch_chunk_gated_delta_rule = _ours(rule, _delta_rule(_reference(rule), fast_rule))
         module.causal_conv1d_fn = _ours(conv, _convolution(_reference(conv), fast_conv))
-        used["delta_rule"] = fla_rule() if fast_rule else "torch reference"
+        used["delta_rule"] = fla_rule(width) if fast_rule else "torch reference"
         used["conv"] = "fla triton causal_conv1d" if fast_conv else "torch reference"
         if hybrid and device.type == "cuda":
             used["conv"] = "dflash-offline triton"
     return ", ".join(f"{k}: {v}" for k, v in sorted(used.items()))
 
 
-def fla_rule() -> str:
-    """fla itself takes flash_qla for these heads where it is installed, and says so only in a log."""
-    other = importlib.util.find_spec("flash_qla") and os.environ.get("FLA_FLASH_QLA", "1") != "0"
+def fla_rule(width: int) -> str:
+    """fla itself takes flash_qla for heads of 128 where it is installed, and says so only in a log."""
+    other = width == 128 and importlib.util.find_spec("flash_qla") and os.environ.get("FLA_FLASH_QLA", "1") != "0"
     return "fla chunk_gated_delta_rule" + (" by flash_qla" if other else "")
 
 
@@ -163,18 +171,20 @@ def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         row = _row
         if fast is not None and q.is_cuda and kwargs.get("initial_state") is None:
-            # Without boundaries every batch row is one sample, which is also what fla does without cu_seqlens.
-            return fast(
-                q,
-                k,
-                v,
-                g=g,
-                beta=beta,
+            # Without boundaries every batch row is one sample. fla does the same without any, by kernels of their own
+            # that take as long to compile again.
+            batch = q.shape[:2]
+            cut = row or _batch(*batch, q.device)
+            out, _ = fast(
+                *(x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)),
+                g=g.reshape(1, -1, g.shape[2]),
+                beta=beta.reshape(1, -1, beta.shape[2]),
                 use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),
                 output_final_state=False,
-                cu_seqlens=None if row is None else row.cu_seqlens,
-                cu_seqlens_cpu=None if row is None else row.cu_seqlens_cpu,
+                cu_seqlens=cut.cu_seqlens,
+                cu_seqlens_cpu=cut.cu_seqlens_cpu,
             )
+            return out.view(*batch, *out.shape[2:]), None
         kwargs.pop("cu_seqlens", None)
         if row is None:
             return reference(q, k, v, g=g, beta=beta, **kwargs)

@@ -130,16 +130,21 @@ def make_runner(
     packed = config.batching == "packed"
     recurrent = kernels.has_delta_rule(target.model_type)
     hybrid = packed and recurrent
-    used = kernels.install(target.model_type, device, config.allow_slow, hybrid)
+    width = getattr(target.config, "linear_value_head_dim", 0)
+    used = kernels.install(target.model_type, device, config.allow_slow, hybrid, width)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
     attention = kernels.PACKED_ATTENTION if packed else "sdpa"
     dtype = compute_dtype(config, device)
     beat(f"loading {config.target.path}")
-    model = load_decoder(target, max(captured), device, dtype, attention)
-    beat(f"loaded; {used}; the first rows compile what is not compiled yet")
     found: dict[str, list[float]] = {}
-    if config.guard.probe and recurrent:
-        found["rule"] = [checks.check_rule(target.config, device, dtype)]
+    with ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,)) as beside:
+        # It needs no weights, and compiles for half a minute where nothing is compiled yet.
+        checked = config.guard.probe and recurrent
+        rule = beside.submit(checks.check_rule, target.config, device, dtype) if checked else None
+        model = load_decoder(target, max(captured), device, dtype, attention)
+        beat(f"loaded; {used}; the first rows compile what is not compiled yet")
+        if rule:
+            found["rule"] = [rule.result()]
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)

@@ -86,11 +86,12 @@ def test_a_gpu_that_torch_does_not_find_is_no_reason_for_the_cpu(
 
 
 def test_what_fla_hands_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule"
+    assert kernels.fla_rule(128) == "fla chunk_gated_delta_rule"
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)  # type: ignore[attr-defined]
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule by flash_qla"
+    assert kernels.fla_rule(128) == "fla chunk_gated_delta_rule by flash_qla"
+    assert kernels.fla_rule(64) == "fla chunk_gated_delta_rule"
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    assert kernels.fla_rule() == "fla chunk_gated_delta_rule"
+    assert kernels.fla_rule(128) == "fla chunk_gated_delta_rule"
 
 
 def test_kernels_of_every_run_are_in_the_manifest(site: Path, tmp_path: Path) -> None:
