@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from dflash_offline.train.flops import head_flops, peak, row_flops
 from dflash_offline.train.job import prepare
 from dflash_offline.train.loop import train
 from dflash_offline.train.masks import Blocks
-from dflash_offline.train.model import Drafter, Linear, block_inputs
+from dflash_offline.train.model import Drafter, Edges, Linear, block_inputs
 from dflash_offline.train.optim import Gradients
 from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.precision import copies, refresh, rounded
@@ -33,7 +32,7 @@ def gradient(
     master: Drafter,
     dtype: torch.dtype = torch.float32,
     recompute: bool = False,
-    reached: Callable[[], None] | None = None,
+    edges: Edges | None = None,
 ) -> torch.Tensor:
     """Flat, of something that all outputs of a row take part in."""
     frozen, generator = target(), torch.Generator().manual_seed(1)
@@ -41,7 +40,7 @@ def gradient(
     blocks = Blocks(torch.tensor([5, 20, 44]), torch.tensor([0, 10, 10]), master.spec.block_size)
     inputs = block_inputs(frozen.embedding_VD, torch.tensor([1, 2, 3]), master.spec.block_size, 7)
     gradients = Gradients(master)
-    out = rounded(master, dtype)(states, torch.arange(50), inputs, blocks, None, reached, recompute)
+    out = rounded(master, dtype)(states, torch.arange(50), inputs, blocks, None, edges, recompute)
     (out.float() * torch.randn(out.shape, generator=generator)).sum().backward()
     return gradients.flat
 
@@ -116,8 +115,10 @@ def test_a_part_is_reached_when_its_gradients_are_complete(recompute: bool) -> N
     def reached() -> None:
         seen.append({name: parameters[name].grad.clone() for name in parts[len(seen)]})  # type: ignore[union-attr]
 
-    gradient(master, recompute=recompute, reached=reached)
+    used: list[int] = []
+    gradient(master, recompute=recompute, edges=Edges(lambda: used.append(len(seen)), reached))
     assert len(seen) == len(parts) - 1
+    assert used[: len(parts)] == [0] * len(parts)  # computed again, layers are told of once more
     for part in seen:
         for name, value in part.items():
             assert torch.equal(value, parameters[name].grad) and value.any(), name  # type: ignore[arg-type]

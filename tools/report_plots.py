@@ -17,7 +17,7 @@ from dflash_offline.tools.report import Run, varied
 
 MANY, BEST, BARS, PANELS, CASES = 8, 5, 24, 6, 20
 GREY = "#c4c4c4"
-PHASES = ("data", "forward", "loss", "backward", "reduce", "optimizer", "gather")
+PHASES = ("data", "forward", "loss", "backward", "reduce", "optimizer")
 _WIDTH = 9.6
 """Inches."""
 

@@ -22,7 +22,7 @@ from dflash_offline.train.job import Job, prepare
 from dflash_offline.train.log import Clock, Metrics, say
 from dflash_offline.train.loss import Objective, block_loss
 from dflash_offline.train.memory import Place, fits
-from dflash_offline.train.model import Drafter, Reached, Target, block_inputs
+from dflash_offline.train.model import Drafter, Edges, Target, block_inputs
 from dflash_offline.train.optim import learning_rate
 from dflash_offline.train.parallel import Ranks, Sums
 from dflash_offline.train.rows import Row
@@ -105,8 +105,10 @@ def _train(job: Job, ranks: Ranks, stop: Stop, place: Place) -> int:
                 tally.add_row(row)
                 loading.update(row.seconds)
                 if row.anchors:
-                    reached = reduced.ready if number == own_rows and ranks.world > 1 else None
-                    _learn(state.working, target, row, objective, tally, clock, reached, config.recompute)
+                    edges = (
+                        Edges(state.arrive, reduced.ready if number == own_rows else None) if ranks.world > 1 else None
+                    )
+                    _learn(state.working, target, row, objective, tally, clock, edges, config.recompute)
                 # Before anything waits for the device: it is busy while the next row is taken over.
                 upcoming = next(rows, row)
                 clock.lap("data")
@@ -128,9 +130,6 @@ def _train(job: Job, ranks: Ranks, stop: Stop, place: Place) -> int:
                 state.step(step, rate, scale)
             state.clear()
             clock.lap("optimizer")
-            if state.sharded:
-                state.sharded.arrive()
-                clock.lap("gather")
             entry: dict[str, Any] = {
                 "step": step,
                 "epoch": job.plan.progress(step - 1),
@@ -161,13 +160,13 @@ def _learn(
     objective: Objective,
     tally: Tally,
     clock: Clock,
-    reached: Reached | None,
+    edges: Edges | None,
     recompute: bool,
 ) -> None:
     """Add the gradient of one row's loss."""
     spec = drafter.spec
     inputs = block_inputs(target.embedding_VD, row.anchor_token_A, spec.block_size, spec.mask_token_id)
-    output_AKD = drafter(row.states_TLD, row.position_T, inputs, row.blocks, row.views, reached, recompute)
+    output_AKD = drafter(row.states_TLD, row.position_T, inputs, row.blocks, row.views, edges, recompute)
     clock.lap("forward")
     teacher_AKD = None
     if row.last_TD is not None:

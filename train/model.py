@@ -19,8 +19,14 @@ from dflash_offline.train.fused import add_norm, norm_rotate, rms_norm, swiglu
 from dflash_offline.train.masks import Attends, Blocks, KeyValue, View
 from dflash_offline.train.spec import DrafterSpec
 
-Reached = Callable[[], None]
-"""Called in the backward pass at the beginning of a part of the drafter: its gradients are complete then."""
+
+class Edges(NamedTuple):
+    """What is told when a pass comes to the beginning of a part of the drafter, of those of `Drafter.parts`."""
+
+    forward: Callable[[], None]
+    """Its weights are used from here on. The last part comes first."""
+    backward: Callable[[], None] | None
+    """Its gradients are complete. Of the last part nobody is told."""
 
 
 class RMSNorm(nn.Module):
@@ -89,18 +95,21 @@ class _Begin(torch.autograd.Function):
     """Identity, whose backward pass says that everything behind it is done."""
 
     @staticmethod
-    def forward(ctx: Any, reached: Reached, *x: Tensor) -> Any:
-        ctx.reached = reached
+    def forward(ctx: Any, complete: Callable[[], None], *x: Tensor) -> Any:
+        ctx.complete = complete
         return tuple(t.view_as(t) for t in x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.reached()
+        ctx.complete()
         return None, *gradients
 
 
-def _begin(reached: Reached | None, *x: Tensor) -> tuple[Tensor, ...]:
-    return x if reached is None else _Begin.apply(reached, *x)  # type: ignore[no-untyped-call]
+def _begin(edges: Edges | None, *x: Tensor) -> tuple[Tensor, ...]:
+    if edges is None:
+        return x
+    edges.forward()
+    return x if edges.backward is None else _Begin.apply(edges.backward, *x)  # type: ignore[no-untyped-call]
 
 
 class Rotary(NamedTuple):
@@ -175,11 +184,11 @@ class Layer(nn.Module):
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
 
     def forward(
-        self, x_QD: Tensor, rotary: Rotary, context: KeyValue, view: Attends, reached: Reached | None = None
+        self, x_QD: Tensor, rotary: Rotary, context: KeyValue, view: Attends, edges: Edges | None = None
     ) -> Tensor:
-        """One layer over all block slots. `reached`: the beginning of the MLP."""
+        """One layer over all block slots. `edges`: the beginning of the MLP."""
         attended_QD = self.self_attn(self.input_layernorm(x_QD), rotary, context, view)
-        x_QD, attended_QD = _begin(reached, x_QD, attended_QD)
+        x_QD, attended_QD = _begin(edges, x_QD, attended_QD)
         norm = self.post_attention_layernorm
         x_QD, normed_QD = add_norm(x_QD, attended_QD, norm.weight, norm.eps)
         return x_QD + self.mlp(normed_QD)
@@ -220,22 +229,23 @@ class Drafter(nn.Module):
         inputs_AKD: Tensor,
         blocks: Blocks,
         views: Mapping[int | None, Attends] | None = None,
-        reached: Reached | None = None,
+        edges: Edges | None = None,
         recompute: bool = False,
     ) -> Tensor:
         """Context and blocks of one row in one go: what is trained. `views`: the row's, by window.
 
-        `reached` is called in the backward pass for every part of `parts()` but the last, in that order. `recompute`:
-        the backward pass computes a layer again, of which nothing was kept but its input.
+        `recompute`: the backward pass computes a layer again, of which nothing was kept but its input.
         """
         rotary, own, views = self._rotary(position_T), self._rotary(blocks.positions()), views or self._views(blocks)
-        (context_TD,) = _begin(reached, self.reduced(states_TLD))
+        if edges:
+            edges.forward()
+        (context_TD,) = _begin(edges, self.reduced(states_TLD))
         x_QD = inputs_AKD.flatten(0, 1).to(self.fc.weight.dtype)
         for i, (layer, window) in enumerate(zip(self._layers, self.spec.windows, strict=True)):
             if i:
-                x_QD, context_TD = _begin(reached, x_QD, context_TD)
+                x_QD, context_TD = _begin(edges, x_QD, context_TD)
             context = layer.self_attn.key_value(context_TD, rotary)
-            given = x_QD, own, context, views[window], reached
+            given = x_QD, own, context, views[window], edges
             x_QD = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
         return self.norm(x_QD).view_as(inputs_AKD)
 

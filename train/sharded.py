@@ -1,13 +1,14 @@
 """The optimizer's work dealt to the ranks (ZeRO, stage 1): gradients are summed where they are used, and nowhere else.
 
 A rank owns an equal share of every part of the matrices: it alone has their moments, and steps their fp32 weights. All
-that the others need of them are the rounded weights: those of a part are gathered while the next part is stepped. Half
-the bytes of summing all gradients everywhere travel beside the backward pass, and the optimizer takes a rank's share of
-its time. Gains are few, and every rank's.
+that the others need of them are the rounded weights. Those of a part are gathered from when it is stepped, while others
+are, until the next forward pass comes to it. Half the bytes of summing all gradients everywhere travel beside the
+backward pass, and the optimizer takes a rank's share of its time. Gains are few, and every rank's.
 
 The fp32 weights of other ranks' shares are out of date on this one until `gather`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -37,7 +38,7 @@ class Sharded:
             share = self._share(next(part for part in self._parts if part.start <= place.start < part.stop))
             begin, end = max(place.start, share.start), min(place.stop, share.stop)
             self._owned[name] = slice(begin - place.start, max(begin, end) - place.start)
-        self._coming: list[Callable[[], None]] = []
+        self._coming: deque[Callable[[], None]] = deque()
 
     def pieces(self, module: nn.Module) -> dict[str, Tensor]:
         """What is owned of the tensors of `module`, as vectors in their memory, some of them empty."""
@@ -69,22 +70,21 @@ class Sharded:
         return float((squares + torch.linalg.vector_norm(flat[self._gains]).double().square()).sqrt())
 
     def names(self) -> list[list[str]]:
-        """Of what is stepped, part by part, the gains first: they are part of none."""
-        places = self._gradients.ranges.items()
-        found = [[name for name, place in places if part.start <= place.start < part.stop] for part in self._parts]
+        """Of what is stepped, part by part as they are used; the gains before all, as they are part of none."""
+        places, parts = self._gradients.ranges.items(), reversed(self._parts)
+        found = [[name for name, place in places if part.start <= place.start < part.stop] for part in parts]
         return [[name for name, place in places if place.start >= self._gains.start], *found]
 
     def send(self, part: int) -> None:
         """Begin to give every rank the rounded weights of a part of `names`. Every rank must call it."""
         if part:
-            place = self._parts[part - 1]
+            place = self._parts[-part]
             self._coming.append(self._ranks.gather(self._rounded[place], self._rounded[self._share(place)]))
 
-    def arrive(self) -> None:
-        """Wait for all that was sent: on a GPU its queue does, not the process."""
-        for wait in self._coming:
-            wait()
-        self._coming.clear()
+    def arrive(self, parts: int | None = None) -> None:
+        """Wait for the next of what was sent, or for all of it: on a GPU its queue does, not the process."""
+        for _ in range(len(self._coming) if parts is None else min(parts, len(self._coming))):
+            self._coming.popleft()()
 
     def whole(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """fp32 vectors of all that every rank has pieces of, a part at a time. Every rank must come to its end."""

@@ -110,7 +110,8 @@ class State:
         return clipped(norm, divisor, self.config.clip)
 
     def step(self, number: int, rate: float, scale: float = 1.0) -> None:
-        """Optimizer step `number`, counted from 1, with the gradients times `scale`; then comes `sharded.arrive`."""
+        """Optimizer step `number`, counted from 1, with the gradients times `scale`. Every rank must call it."""
+        self.arrive(all_parts=True)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -129,6 +130,11 @@ class State:
             average = self.sharded.pieces(self.average) if self.sharded else dict(self.average.named_parameters())
             pairs = [(average[name], weight) for name, weight in self.stepped.items()]
             average_weights([a for a, _ in pairs], [w for _, w in pairs], self.config.ema, number)
+
+    def arrive(self, all_parts: bool = False) -> None:
+        """Wait for the rounded weights of the part that is used next."""
+        if self.sharded:
+            self.sharded.arrive(None if all_parts else 1)
 
     def gather(self) -> None:
         """Bring fp32 weights that other ranks step up to date, before anyone looks at them. Every rank must call it."""
@@ -167,5 +173,6 @@ class State:
 
     def hash(self) -> Tensor:
         """What all ranks must agree on, in a few integers."""
+        self.arrive(all_parts=True)
         shared = self.working if self.sharded else self.drafter
         return torch.stack([torch.hash_tensor(p) for p in shared.parameters()]).view(torch.int64)

@@ -164,6 +164,13 @@ def turn(runner: Runner, work: Path, tasks: list[plan.Task], discard: bool) -> f
     return sum(task.tokens for task in tasks[1:]) / (ends[0].elapsed_time(ends[-1]) / 1e3)
 
 
+def again(runner: Runner, samples: list[plan.Planned]) -> bool:
+    """Whether the first row has the same bits when it is computed a second time."""
+    first, second = (next(launches(runner, samples)).states_PLD for _ in range(2))
+    assert first is not None and second is not None
+    return torch.equal(first, second)
+
+
 def disk_rate(folder: Path) -> float:
     """MB/s of one file of 1 GB, written and durable."""
     data, path = os.urandom(1 << 24), folder / "probe"
@@ -258,6 +265,7 @@ def measure(device: int, args: Any, barrier: Any, told: Connection, alone: bool)
     os.environ[QLA] = "0"
     tell("distance of fla's rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
     os.environ[QLA] = "1"
+    tell("a row's states are the same again", again(runner, plan.load_task(work, tasks[0])))
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     barrier.wait()
     tell("disk MB/s, all at once", disk_rate(work))
