@@ -48,7 +48,7 @@ def probe_samples(vocab: int) -> list[Tensor]:
 
 def stock_states(model: nn.Module, layers: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """bf16 [P, L, D] of the probe's samples by the unmodified modules: each alone, in a right-padded batch, and alone
-    again with noise of a last bit of bfloat16 before every layer, where they compute in that type."""
+    again with noise of the compute type's last bit before every layer."""
     samples = probe_samples(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     width = max(PROBE_LENGTHS)
     ids_BT = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids in samples])
@@ -78,10 +78,8 @@ def _last_bits_lost(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     def blur(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x = args[0]
-        if x.dtype != torch.bfloat16:
-            return args, kwargs
         noise = torch.randn(x.shape, generator=generator, device=device)
-        return ((x * (1 + 2**-8 * noise)).to(x.dtype), *args[1:]), kwargs
+        return ((x * (1 + torch.finfo(x.dtype).eps / 2 * noise)).to(x.dtype), *args[1:]), kwargs
 
     decoder: nn.ModuleList = model.layers  # type: ignore[assignment]
     handles = [layer.register_forward_pre_hook(blur, with_kwargs=True) for layer in decoder]
