@@ -2,9 +2,10 @@
 
     python benchmarks/scale/plan.py [--gpus 8] [--scale FILE.json] [--extract FILE.json] [--extract-rate N] ...
 
-Rates not given are read: of one GPU from benchmarks/extract (--extract) and train, of coders from benchmarks/codecs;
-scaling from two GPUs, or from --scale, a result of run.py here. Extraction was timed with one codec, and a GPU's rate
-is taken for all of them: writing cost 2.4 % with ecsq. The tables are those of docs/scale.md.
+Rates not given are read: training and what several GPUs make of one from a result of run.py here, extraction of one GPU
+from benchmarks/extract (of a --scale of your own, from that), coders from benchmarks/codecs. Extraction was timed with
+one codec, and a GPU's rate is taken for all of them: writing cost 0.6 % with lossless. The tables are those of
+docs/scale.md.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import run
 
 from dflash_offline.shards.codecs import nominal_bits
 from dflash_offline.tools.estimate import CHOICES, SIDE_BYTES, label
@@ -24,8 +26,8 @@ from dflash_offline.train.plan import make_plan
 
 HERE = Path(__file__).resolve().parents[1]
 LAYERS, HIDDEN, ROW, ANCHORS = 5, 5120, 3072, 512
-GOAL = 0.97
-"""Of extraction's scaling, until it is measured."""
+SCALE = "scale/2026-11-30.json"
+"""Measured on one and two GPUs: what is taken where --scale does not tell."""
 COPIED = {"bf16": 2.0, "lossless": 2.0, "fp8": 1.0, "ecsq": 1.0}
 """Bytes a value in the planes that go to the GPU; ecsq's are half from a step of 0.7 on."""
 
@@ -44,7 +46,7 @@ class Job:
     """Seconds of a step of one row a GPU, on one GPU."""
     train_scaling: float
     decode_s: float
-    """Thread seconds of reading and decoding a row, with ecsq."""
+    """Thread seconds of reading and decoding a row."""
     fill: float
     """Part of a row that holds tokens."""
     kept: float
@@ -81,18 +83,14 @@ def ring(size: float, ranks: int, bytes_s: float) -> float:
     return 2 * (ranks - 1) / ranks * size / bytes_s
 
 
-def projected(one: float, two: float, ranks: int) -> float:
-    """Scaling at `ranks`, if what two cost over one grows as the bytes that a ring moves."""
-    return one / (one + (two - one) * 2 * (ranks - 1) / ranks)
+def step_at(ranks: int, steps: Mapping[int, float]) -> float:
+    """Seconds of a step at `ranks`: measured, or from those of one and of the fewest that were measured beside it.
 
-
-def sharded(step: float, cost: float, optimizer: float, gathered: float, ranks: int, bytes_s: float) -> float:
-    """Scaling at `ranks` where each steps a share: half of a ring's bytes beside the backward pass, then a gather.
-
-    `cost`: of summing everything everywhere on two. `optimizer`: of one GPU. `gathered`: bytes of all rounded weights.
+    What a step of n loses to sums and to spreading weights, and what it gains by stepping a share of them, both are as
+    (n - 1) / n: the part of its gradients that a rank sends, and the part of the optimizer that others take from it.
     """
-    part = (ranks - 1) / ranks
-    return step / (step + cost * part + gathered * part / bytes_s - optimizer * part)
+    few = min(n for n in steps if n > 1)
+    return steps.get(ranks) or steps[1] + (steps[few] - steps[1]) * (1 - 1 / ranks) / (1 - 1 / few)
 
 
 def packing(samples: int, mean: float, longest: int) -> tuple[float, float]:
@@ -120,10 +118,15 @@ def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
-def codecs(job: Job, disks: Sequence[float], memory: float, bus: float, speeds: Sequence[dict[str, Any]]) -> str:
-    """By codec: bytes, what the disk must write and read, hours where it writes less, copies, threads."""
+def codecs(
+    job: Job, disks: Sequence[float], memory: float, bus: float, speeds: Sequence[dict[str, Any]], trained_on: str
+) -> str:
+    """By codec: bytes, what the disk must write and read, hours where it writes less, copies, threads.
+
+    `trained_on`: the codec of `decode_s`.
+    """
     decode = {label(s["codec"], {"delta": s["delta"]} if "delta" in s else {}): s for s in speeds}
-    usual = decode["ecsq 0.08839"]["entropy decode"]["of CPU time"]
+    usual = decode[trained_on]["entropy decode"]["of CPU time"]
     sizes, moves = [], []
     for choice in CHOICES:
         name, values = label(*choice), LAYERS * HIDDEN
@@ -136,7 +139,7 @@ def codecs(job: Job, disks: Sequence[float], memory: float, bus: float, speeds: 
         copied = COPIED[choice[0]] * (0.5 if choice[1].get("delta", 0) >= 0.7 else 1) * values * ROW * job.fill
         speed = decode[name]
         writing = job.made / speed["entropy encode"]["of CPU time"]
-        reading = job.gpus * job.decode_s / job.step_s * usual / speed["entropy decode"]["of CPU time"]
+        reading = job.decode_s * job.read / (ROW * job.fill) * usual / speed["entropy decode"]["of CPU time"]
         moves.append(
             [
                 name,
@@ -170,34 +173,31 @@ def trained(job: Job, packed: tuple[float, float], held_out: float) -> str:
     return table(["rows", "full", "cut", "steps", "hours", "tokens/s", "from the disk"], lines)
 
 
-def sums(size: float, found: dict[str, float], link: float, network: float, known: Mapping[int, float]) -> str:
-    """Gradients: an all-reduce on one host and over hosts of eight, and scaling to expect; in shares, or `known`."""
-    one, two = found["one"], found["two"]
+def sums(size: float, steps: Mapping[int, float], link: float, network: float) -> str:
+    """Bytes of gradients to sum, half as many of weights to spread: on one host with its steps, and over hosts of 8.
+
+    Either is half of a ring's all-reduce.
+    """
     lines = [
         [
             f"{n} GPUs",
-            f"{1e3 * ring(size, n, link):.1f}",
-            f"{projected(one, two, n):.3f}" + (" (measured)" * (n == 2)),
-            f"{known[n]:.3f} (measured)" if n in known else f"{shares(found, size, n, link):.3f}",
+            *(f"{1e3 * ring(half, n, link):.1f}" for half in (size / 2, size / 4)),
+            f"{1e3 * step_at(n, steps):.1f}",
+            f"{steps[1] / step_at(n, steps):.3f}" + " (measured)" * (n in steps),
         ]
         for n in (2, 4, 8)
     ]
     hosts = [
-        [f"{n} hosts of 8", f"{1e3 * ring(size, 8 * n, 8 * network):.1f}", f"{1e3 * ring(size, 8 * n, network):.0f}"]
+        [f"{n} hosts of 8"]
+        + [f"{1e3 * ring(half, 8 * n, rate):.0f}" for rate in (8 * network, network) for half in (size / 2, size / 4)]
         for n in (2, 4, 8)
     ]
-    head = [f"one host, {link / 1e9:g} GB/s", "ms of an all-reduce", "scaling with it", "scaling in shares"]
+    cards = f"8 x {network / 1e9:g} GB/s a host", "one such card"
     return (
-        table(head, lines)
+        table([f"one host, {link / 1e9:g} GB/s", "ms of sums", "of weights", "of a step", "scaling"], lines)
         + "\n"
-        + table(["hosts", f"ms, 8 x {network / 1e9:g} GB/s a host", "ms, one such card"], hosts)
+        + table(["hosts", *(f"{what}, {card}" for card in cards for what in ("ms of sums", "of weights"))], hosts)
     )
-
-
-def shares(found: dict[str, float], size: float, ranks: int, link: float) -> float:
-    """Scaling of the trainer as it is, if a gather reaches 0.8 of the link."""
-    cost = found["two"] - found["one"]
-    return sharded(found["step"], cost, found["optimizer"], size / 2, ranks, 0.8 * link)
 
 
 def read(name: str) -> Any:
@@ -205,44 +205,13 @@ def read(name: str) -> Any:
     return json.loads((HERE / name).read_text())
 
 
-def measured() -> dict[str, float]:
-    """Rates of training on one and two GPUs, from the files of 2026-11-30."""
-    train, pair = read("train/2026-11-30.json"), read("train/2026-11-30-x2.json")
-    parts = train["full"], train["published"], pair["published"], pair["2 GPUs"]["published"]
-    rows = [row for part in parts for row in part["loader"]]
-    return {
-        "step": train["published"]["step ms"] / 1e3,
-        "one": pair["published"]["step ms"] / 1e3,
-        "two": pair["2 GPUs"]["published"]["step ms"] / 1e3,
-        "optimizer": train["published"]["phases ms"]["optimizer"] / 1e3,
-        "decode": median(row["disk"] + row["decode"] for row in rows),  # the copy also waits for the step's products
-    }
-
-
-def extraction(path: Path) -> tuple[float, float | None, str]:
-    """A result of benchmarks/extract: tokens/s of one GPU to shards, scaling at two where it was measured, the codec.
-
-    Two are compared with one of them while the other was idle, in the same processes.
-    """
+def extraction(path: Path) -> tuple[float, str]:
+    """A result of benchmarks/extract on one GPU: its tokens/s to shards, and the codec."""
     told = json.loads(path.read_text())
-    one, two = ([gpu["tokens/s"] for gpu in told.get(name, {}).values()] for name in ("1 GPU", "2 GPU"))
-    alone = [rate for turns in two for rate in turns.get("shards, the others idle", ())]
-    rates = one[0]["shards"] if one else alone
-    if not rates:
-        found = ", ".join(name for name in told if name.endswith("GPU")) or "none"
-        sys.exit(f"{path}: rates of {found}; expected 1 GPU, or 2 GPU with one alone, of benchmarks/extract/run.py")
-    scaling = None
-    if two:
-        together = [sum(rates) for rates in zip(*(turns["shards"] for turns in two), strict=True)]
-        scaling = median(together) / 2 / median(alone or rates)
-    return median(rates), scaling, told.get("codec", "ecsq")
-
-
-def at(part: Mapping[str, Any], gpus: int, path: Path, flag: str) -> float:
-    """Efficiency at a count in a part of --scale's summary."""
-    if str(gpus) not in part:
-        sys.exit(f"{path}: has {', '.join(part)} GPUs, --gpus is {gpus}; expected one of these, or {flag}")
-    return part[str(gpus)]["efficiency"]
+    if "1 GPU" not in told:
+        sys.exit(f"{path}: no rates of 1 GPU; expected a result of benchmarks/extract/run.py on one")
+    (gpu,) = told["1 GPU"].values()
+    return median(gpu["tokens/s"]["shards"]), told.get("codec", "ecsq")
 
 
 def main() -> None:
@@ -253,13 +222,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--scale", type=Path, help="a result of run.py: rates of one GPU and scaling at --gpus")
-    parser.add_argument("--extract", type=Path, default=HERE / "extract/2026-11-30.json", help="a result of its run.py")
+    parser.add_argument("--scale", type=Path, help="a result of run.py: rates of one GPU and of several")
+    parser.add_argument(
+        "--extract", type=Path, default=HERE / "extract/2026-11-30-flash-qla.json", help="a result of its run.py"
+    )
     parser.add_argument("--extract-rate", type=float, help="tokens/s of one GPU")
-    parser.add_argument("--extract-scaling", type=float, help=f"default: measured, else {GOAL}, the goal")
+    parser.add_argument("--extract-scaling", type=float, help="default: to memory, of --gpus or the most measured")
     parser.add_argument("--step-ms", type=float, help="of one row on one GPU")
-    parser.add_argument("--train-scaling", type=float, help="default: computed, for a sharded optimizer")
-    parser.add_argument("--fill", type=float, default=0.92, help="of a row, as the trainer packs the benchmark's")
+    parser.add_argument("--train-scaling", type=float, help="default: measured at --gpus, else computed")
+    parser.add_argument("--fill", type=float, default=0.94, help="of a row, as the trainer packs the benchmark's")
     parser.add_argument("--held-out", type=float, default=0.02)
     parser.add_argument("--disks", type=float, nargs="+", default=[0.5, 1.6, 3.5, 6.8], help="GB/s of writing")
     parser.add_argument("--memory-tb", type=float, default=2)
@@ -268,29 +239,26 @@ def main() -> None:
     parser.add_argument("--network", type=float, default=50, help="GB/s of one network card")
     parser.add_argument("--parameters", type=float, default=1.73e9, help="of the drafter")
     args = parser.parse_args()
-    found, known = measured(), dict[int, float]()
-    step = found["step"]
-    rate, two, codec = extraction(args.extract)
-    extract_scaling, train_scaling = args.extract_scaling or two or GOAL, args.train_scaling
-    if args.scale:
-        told = json.loads(args.scale.read_text())
-        disk = next((part for name, part in told["summary"].items() if name.startswith("extraction to")), None)
-        if disk:
-            rate, codec = disk["1"]["tokens/s"], told.get("codec", "ecsq")
-            extract_scaling = args.extract_scaling or at(disk, args.gpus, args.scale, "--extract-scaling")
-        if part := told["summary"].get("training"):
-            step = part["1"]["step ms"] / 1e3
-            known = {int(n): value["efficiency"] for n, value in part.items()}
-            train_scaling = train_scaling or at(part, args.gpus, args.scale, "--train-scaling")
+    own = json.loads(args.scale.read_text()) if args.scale else {}
+    told = read(SCALE) | own
+    found = run.summary(told)
+    places = [part for name, part in found.items() if name.startswith("extraction to")]
+    if not places or len(found.get("training", ())) < 2:
+        sys.exit(f"{args.scale or SCALE}: no rates of one GPU or no steps of more; expected both, of run.py --gpus 1,2")
+    memory = places[-1]
+    steps = {n: part["step ms"] / 1e3 for n, part in found["training"].items()}
+    trained_on = [part["published"] for part in told["training"].values() if "published" in part]
+    rate, codec = (memory[1]["tokens/s"], told["codec"]) if "extraction" in own else extraction(args.extract)
+    most = args.gpus if args.gpus in memory else max(memory)
     job = Job(
         tokens=args.samples * args.mean_tokens,
         epochs=args.epochs,
         gpus=args.gpus,
         extract_rate=args.extract_rate or rate,
-        extract_scaling=extract_scaling,
-        step_s=args.step_ms / 1e3 if args.step_ms else step,
-        train_scaling=train_scaling or shares(found, 4 * args.parameters, args.gpus, 1e9 * args.link),
-        decode_s=found["decode"],
+        extract_scaling=args.extract_scaling or memory[most]["efficiency"],
+        step_s=args.step_ms / 1e3 if args.step_ms else steps[1],
+        train_scaling=args.train_scaling or steps[1] / step_at(args.gpus, steps),
+        decode_s=median(row["disk"] + row["decode"] for part in trained_on for row in part["loader"]),
         fill=args.fill,
         kept=1 - args.held_out,
     )
@@ -300,9 +268,9 @@ def main() -> None:
     print(f"training: {1e3 * job.step_s:.0f} ms a row, scaling {job.train_scaling:.3f}; {job.read:,.0f} tokens/s")
     print(f"reading and decoding a row: {job.decode_s:.3f} thread seconds\n")
     speeds = read("codecs/2026-11-29.json")["speed"]
-    print(codecs(job, args.disks, 1e12 * args.memory_tb, 1e9 * args.bus, speeds))
+    print(codecs(job, args.disks, 1e12 * args.memory_tb, 1e9 * args.bus, speeds, trained_on[0]["codec"]))
     print(trained(job, packing(args.samples, args.mean_tokens, args.longest), args.held_out))
-    print(sums(4 * args.parameters, found, 1e9 * args.link, 1e9 * args.network, known))
+    print(sums(4 * args.parameters, steps, 1e9 * args.link, 1e9 * args.network))
 
 
 if __name__ == "__main__":
