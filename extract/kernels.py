@@ -66,8 +66,9 @@ def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
 @lru_cache(maxsize=8)
 def _batch(samples: int, tokens: int, device: torch.device) -> _Row:
     """A batch of samples of one length, side by side."""
-    cu = torch.arange(samples + 1, dtype=torch.int32) * tokens
-    return _Row(lengths=[tokens] * samples, cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
+    with torch.inference_mode(False):  # it is kept
+        cu = torch.arange(samples + 1, dtype=torch.int32) * tokens
+        return _Row(lengths=[tokens] * samples, cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
 
 
 def own(device: torch.device) -> None:

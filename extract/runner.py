@@ -142,9 +142,9 @@ def make_runner(
         checked = config.guard.probe and recurrent
         rule = beside.submit(checks.check_rule, target.config, device, dtype) if checked else None
         model = load_decoder(target, max(captured), device, dtype, attention)
-        beat(f"loaded; {used}; the first rows compile what is not compiled yet")
         if rule:
             found["rule"] = [rule.result()]
+    beat(f"loaded; {used}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)

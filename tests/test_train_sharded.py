@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,6 +82,20 @@ def test_a_part_is_sent_when_all_of_it_is_stepped() -> None:
     assert torch.equal(output(states[1], None), output(states[1], Edges(states[1].arrive, None)))  # all had come
     for name in gains:
         assert torch.equal(states[2].drafter.get_parameter(name), before[name] - 0.5 * flat[ranges[name]])
+
+
+def test_weights_on_their_way_outlast_steps_that_learn_nothing(tmp_path: Path) -> None:
+    """Ranks without a row and steps without supervision use none of the parts; the next that does waits for them."""
+    nothing = [((np.arange(64) * n % 90).astype(np.int32), np.repeat(np.uint8([0, 1]), [54, 10])) for n in range(1, 20)]
+    cache = make_cache(tmp_path / "cache", [*chats(2, seed=3, longest=20), *nothing]).path
+    flags = ["--cache", cache, *FLAGS, "--data.row-tokens", "40", "--data.val-fraction", "0", "--validate.every", "0"]
+    flags += ["--recompute", "True", "--optim.max-steps", "9"]
+    finish(3, [*flags, "--run-dir", tmp_path / "three"])
+    finish(1, [*flags, "--run-dir", tmp_path / "one"])
+    one, three = (metrics(tmp_path / name) for name in ("one", "three"))
+    assert any(a["divisor"] for a in one) and not all(a["divisor"] for a in one)
+    for a, b in zip(one, three, strict=True):
+        assert (b["loss"] or 0, b["grad_norm"]) == pytest.approx((a["loss"] or 0, a["grad_norm"]), rel=2e-3)
 
 
 def test_shares_of_three_ranks_are_the_whole_of_one(tmp_path: Path) -> None:

@@ -7,16 +7,19 @@ with "stale" of one in which it does not see the newest checkpoint. All must be 
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_offline.shards.command import parse
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.train import checkpoint, parallel
 from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.loop import train
+from dflash_offline.train.parallel import Ranks
 from dflash_offline.train.state import State
 
 torch.set_num_threads(1)
@@ -34,6 +37,21 @@ def drift(state: State, number: int, rate: float, scale: float) -> None:
         state.drafter.norm.weight.data[0] += 1e-6
 
 
+def late(ranks: Ranks, whole: Tensor, share: Tensor) -> Callable[[], None]:
+    """What is gathered is NaN until somebody waits for it."""
+    came = torch.empty_like(whole)
+    wait = gather(ranks, came, share.clone())
+    whole.fill_(torch.nan)
+
+    def waited() -> None:
+        wait()
+        whole.copy_(came)
+
+    return waited
+
+
+gather = Ranks.gather
+Ranks.gather = late  # type: ignore[method-assign]
 with parallel.connect("cpu") as ranks:
     parallel.connect = lambda _: nullcontext(ranks)  # type: ignore[assignment]
     for argv in json.loads(sys.argv[1]):

@@ -21,6 +21,7 @@ from dflash_offline.train.config import (
     OptimConfig,
     TrainConfig,
 )
+from dflash_offline.train.log import read_metrics
 from dflash_offline.train.loop import train
 
 FLAGS = [
@@ -91,8 +92,7 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     timed = {"seconds", "loader_seconds", "tokens_per_s", "block_tokens_per_s", "tflops"}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines]
+    return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(run)]
 
 
 def hashes(run: Path, step: int) -> dict[str, str]:

@@ -313,7 +313,7 @@ def main() -> None:
     found["codec"] = args.codec
     for group in [devices[:1], devices] if len(devices) > 1 and not args.together_only else [devices]:
         shutil.rmtree(args.work, ignore_errors=True)
-        barrier, results = context.Barrier(len(group)), found.setdefault(f"{len(group)} GPU", {})
+        barrier, results = context.Barrier(len(group), timeout=300), found.setdefault(f"{len(group)} GPU", {})
         pipes, processes = dict[Connection, int](), []
         for device in group:
             receiver, sender = context.Pipe(duplex=False)
