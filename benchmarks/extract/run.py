@@ -290,6 +290,8 @@ def measure(device: int, args: Any, barrier: Any, told: Connection, alone: bool)
         tell("tokens/s", turns | more)
     tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
     tell("sustained TFLOP/s", gemm_rate(4))
+    done = median(turns["shards"]) * GFLOP_PER_TOKEN / 1e3
+    tell("shards, of these rates", {name: done / result[f"{name} TFLOP/s"] for name in ("burst", "sustained")})
     if alone:
         tell("tokens of the splits", [task.tokens for task in tasks[:2]])
         tell("split, discard", split(lambda: turn(runner, work, tasks[:2], True)))
