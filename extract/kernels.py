@@ -55,20 +55,23 @@ def stock() -> Iterator[None]:
 def boundaries(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
     """Within the block, forwards of one row treat it as samples of these lengths. One thread of a process at a time."""
     global _row
-    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    _row = _Row(lengths=list(lengths), cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
+    _row = _row_of(lengths, device)
     try:
         yield
     finally:
         _row = None
 
 
+def _row_of(lengths: Sequence[int], device: torch.device) -> _Row:
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return _Row(lengths=list(lengths), cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
+
+
 @lru_cache(maxsize=8)
 def _batch(samples: int, tokens: int, device: torch.device) -> _Row:
     """A batch of samples of one length, side by side."""
     with torch.inference_mode(False):  # it is kept
-        cu = torch.arange(samples + 1, dtype=torch.int32) * tokens
-        return _Row(lengths=[tokens] * samples, cu_seqlens=sent(cu, device), cu_seqlens_cpu=cu)
+        return _row_of([tokens] * samples, device)
 
 
 def own(device: torch.device) -> None:

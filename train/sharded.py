@@ -69,29 +69,30 @@ class Sharded:
         squares = self._ranks.sum(torch.stack(own).double().square().sum())
         return float((squares + torch.linalg.vector_norm(flat[self._gains]).double().square()).sqrt())
 
-    def names(self) -> list[list[str]]:
-        """Of what is stepped, part by part as they are used; the gains before all, as they are part of none."""
-        places, parts = self._gradients.ranges.items(), reversed(self._parts)
-        found = [[name for name, place in places if part.start <= place.start < part.stop] for part in parts]
-        return [[name for name, place in places if place.start >= self._gains.start], *found]
+    def turns(self) -> list[tuple[slice | None, list[str]]]:
+        """What is stepped, in turn: names of a part, and the part, to be sent then; the gains first, which are in none.
 
-    def send(self, part: int) -> None:
-        """Begin to give every rank the rounded weights of a part of `names`. Every rank must call it."""
-        if part:
-            place = self._parts[-part]
-            self._coming.append(self._ranks.gather(self._rounded[place], self._rounded[self._share(place)]))
+        Parts come in the order in which they are used.
+        """
+        return [(None, [*self._within(self._gains)]), *((part, [*self._within(part)]) for part in self._parts[::-1])]
 
-    def arrive(self, parts: int | None = None) -> None:
+    def send(self, part: slice) -> None:
+        """Begin to give every rank the rounded weights of a part. Every rank must call it."""
+        self._coming.append(self._ranks.gather(self._rounded[part], self._rounded[self._share(part)]))
+
+    def arrive(self, all_parts: bool = False) -> None:
         """Wait for the next of what was sent, or for all of it: on a GPU its queue does, not the process."""
-        for _ in range(len(self._coming) if parts is None else min(parts, len(self._coming))):
+        while self._coming:
             self._coming.popleft()()
+            if not all_parts:
+                break
 
     def whole(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """fp32 vectors of all that every rank has pieces of, a part at a time. Every rank must come to its end."""
         for part in self._parts:
             share = self._share(part)
             own = torch.zeros(share.stop - share.start, device=self._rounded.device)
-            places = {n: p for n, p in self._gradients.ranges.items() if part.start <= p.start < part.stop}
+            places = self._within(part)
             for name, place in places.items():
                 begin = place.start + self._owned[name].start - share.start
                 own[begin : begin + pieces[name].numel()] = pieces[name].view(-1)
@@ -107,6 +108,9 @@ class Sharded:
         parameters = dict(module.named_parameters())
         for name, vector in self.whole(self.pieces(module)):
             parameters[name].copy_(vector.view_as(parameters[name]))
+
+    def _within(self, part: slice) -> dict[str, slice]:
+        return {n: p for n, p in self._gradients.ranges.items() if part.start <= p.start < part.stop}
 
     def _share(self, part: slice) -> slice:
         size = (part.stop - part.start) // self._ranks.world

@@ -121,10 +121,10 @@ class State:
             for optimizer in self.optimizers:
                 optimizer.step()
             refresh(self.copies)
-        for part, names in enumerate(self.sharded.names() if self.sharded else [[*self.stepped]]):
+        for part, names in self.sharded.turns() if self.sharded else [(None, [*self.stepped])]:
             if in_one_pass:
                 in_one_pass(scale, [self.stepped[name] for name in names], self.copies)
-            if self.sharded:
+            if self.sharded and part:
                 self.sharded.send(part)
         if self.average is not None and self.config.ema is not None:
             average = self.sharded.pieces(self.average) if self.sharded else dict(self.average.named_parameters())
@@ -134,7 +134,7 @@ class State:
     def arrive(self, all_parts: bool = False) -> None:
         """Wait for the rounded weights of the part that is used next."""
         if self.sharded:
-            self.sharded.arrive(None if all_parts else 1)
+            self.sharded.arrive(all_parts)
 
     def gather(self) -> None:
         """Bring fp32 weights that other ranks step up to date, before anyone looks at them. Every rank must call it."""

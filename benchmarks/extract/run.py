@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +41,7 @@ from dflash_offline.shards.keys import sample_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import by_kind, gemm_rate
+from processes import Ended, heard
 
 GFLOP_PER_TOKEN = 47.19
 """Of matrix products, layers 0 to 61."""
@@ -234,7 +235,7 @@ def ready(
     return runner, tasks
 
 
-def measure(device: int, args: Any, barrier: Any, told: Connection, alone: bool) -> None:
+def measure(device: int, args: Any, barrier: Any, alone: bool, told: Connection) -> None:
     """One GPU: load, compare, and run in step with the others."""
     torch.cuda.set_device(device)
     work = args.work / str(device)
@@ -309,30 +310,19 @@ def main() -> None:
     parser.add_argument("--together-only", action="store_true", help="neither one device first, nor stock transformers")
     args = parser.parse_args()
     devices = [int(d) for d in args.devices.split(",")]
-    context = multiprocessing.get_context("spawn")
     found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name()}
     found["versions"] = {n: version(n) for n in ("torch", "triton", "transformers", "fla-core")}
     found["codec"] = args.codec
     for group in [devices[:1], devices] if len(devices) > 1 and not args.together_only else [devices]:
         shutil.rmtree(args.work, ignore_errors=True)
-        barrier, results = context.Barrier(len(group), timeout=300), found.setdefault(f"{len(group)} GPU", {})
-        pipes, processes = dict[Connection, int](), []
-        for device in group:
-            receiver, sender = context.Pipe(duplex=False)
-            given = (device, args, barrier, sender, len(group) == 1)
-            processes.append(context.Process(target=measure, args=given, daemon=True))
-            processes[-1].start()
-            sender.close()  # the process has its own: the pipe ends with it
-            pipes[receiver] = device
-        while pipes:
-            for receiver in wait(list(pipes)):
-                try:
-                    results[pipes[receiver]] = receiver.recv()
-                    args.out.write_text(json.dumps(found, indent=1))
-                except EOFError:
-                    processes[group.index(device := pipes.pop(receiver))].join()
-                    if processes[group.index(device)].exitcode:
-                        sys.exit(f"the process of cuda:{device} failed, see above; the others are ended with it")
+        barrier = multiprocessing.get_context("spawn").Barrier(len(group), timeout=300)
+        results = found.setdefault(f"{len(group)} GPU", {})
+        for place, told in heard(measure, [(device, args, barrier, len(group) == 1) for device in group]):
+            if not isinstance(told, Ended):
+                results[group[place]] = told
+                args.out.write_text(json.dumps(found, indent=1))
+            elif told.code:
+                sys.exit(f"the process of cuda:{group[place]} failed, see above; the others are ended with it")
     shutil.rmtree(args.work, ignore_errors=True)
 
 

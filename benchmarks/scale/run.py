@@ -28,11 +28,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import host
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import Ended, heard
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE.parent / "train" / "run.py"
@@ -106,70 +109,42 @@ def extraction(
     save: Callable[[dict[str, Any]], None],
     make: Callable[..., Callable[[Path], float]] = extractor,
 ) -> None:
-    """All turns of one set of processes, one a GPU; each result is saved as it comes.
-
-    A pipe for each process, not a queue for all: what was sent is there even if the sender is killed next, and no lock
-    dies with it.
-    """
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(max(counts))
+    """All turns of one set of processes, one a GPU; each result is saved as it comes."""
+    barrier = multiprocessing.get_context("spawn").Barrier(max(counts))
     found: dict[str, Any] = {"GPUs": {}, "turns": []}
     turns = [(count, work) for count in counts] + [(count, memory) for count in counts[:2]]
     for count, place in list(turns):
         if shutil.disk_usage(place).free < (need := 3 * count * SHARD_BYTES):
             turns.remove((count, place))
             found["turns"].append({"gpus": count, "to": str(place), "error": f"not run: needs {need:.3g} bytes free"})
-    pipes = [context.Pipe(duplex=False) for _ in range(max(counts))]
-    processes = [
-        context.Process(target=worker, args=(make, d, work, turns, barrier, sender), daemon=True)
-        for d, (_, sender) in enumerate(pipes)
-    ]
-    open_pipes = {receiver: d for d, (receiver, _) in enumerate(pipes)}
     parts: dict[int, dict[int, tuple[float, float, float]]] = {}
+    given = [(make, device, work, turns, barrier) for device in range(max(counts))]
     with host.Watch() as watch:
         try:
-            for process, (_, sender) in zip(processes, pipes, strict=True):
-                process.start()
-                sender.close()  # the process has its own: the pipe ends with it
-            while open_pipes:
-                ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0))
-                if not ready:
-                    raise TimeoutError(f"not done in its time, {len(parts)} of {len(turns)} turns begun")
-                for receiver in ready:
-                    device = open_pipes[receiver]
-                    try:
-                        name, value = receiver.recv()
-                    except EOFError:
-                        del open_pipes[receiver]
-                        processes[device].join()
-                        if (code := processes[device].exitcode) and "error" not in found:
-                            why = found["GPUs"].get(device, {}).get("error", f"ended with {code}")
-                            found["error"] = f"cuda:{device}: {why}"
-                            for process in processes:  # they would wait for it at the barrier for ever
-                                process.terminate()
-                        continue
-                    if isinstance(name, str):
-                        found["GPUs"].setdefault(device, {})[name] = value
-                        print(f"extraction, cuda:{device}: {name}: {value}", flush=True)
-                        continue
-                    got = parts.setdefault(name, {})
-                    got[device] = value
-                    count, place = turns[name]
-                    if len(got) == count:
-                        begin, end, _ = got[0]
-                        rates = [got[d][2] for d in range(count)]
-                        # The first of its three shards is not timed.
-                        busy = host.between(watch.samples, begin + (end - begin) / 3, end)
-                        facts = {"gpus": count, "to": str(place), "tokens/s": sum(rates), "each": rates, "host": busy}
-                        found["turns"].append(facts)
-                        save(found)
+            for device, told in heard(worker, given, deadline):
+                if isinstance(told, Ended):
+                    if told.code and "error" not in found:
+                        why = found["GPUs"].get(device, {}).get("error", f"ended with {told.code}")
+                        found["error"] = f"cuda:{device}: {why}"
+                    continue
+                name, value = told
+                if isinstance(name, str):
+                    found["GPUs"].setdefault(device, {})[name] = value
+                    print(f"extraction, cuda:{device}: {name}: {value}", flush=True)
+                    continue
+                got = parts.setdefault(name, {})
+                got[device] = value
+                count, place = turns[name]
+                if len(got) == count:
+                    begin, end, _ = got[0]
+                    rates = [got[d][2] for d in range(count)]
+                    # The first of its three shards is not timed.
+                    busy = host.between(watch.samples, begin + (end - begin) / 3, end)
+                    facts = {"gpus": count, "to": str(place), "tokens/s": sum(rates), "each": rates, "host": busy}
+                    found["turns"].append(facts)
+                    save(found)
         except TimeoutError as error:
-            found.setdefault("error", str(error))
-        finally:
-            for process in processes:
-                if process.pid:
-                    process.terminate()
-                    process.join()
+            found.setdefault("error", f"{error}, {len(parts)} of {len(turns)} turns begun")
     save(found)
 
 
