@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_offline.extract.checks import ROUNDING, relative
 from dflash_offline.extract.config import AuditConfig, ExtractConfig, GuardConfig, TargetConfig
-from dflash_offline.extract.runner import make_runner
+from dflash_offline.extract.runner import start_runner
 from dflash_offline.extract.target import identity, open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.device import chosen_device
@@ -50,7 +50,7 @@ def audit(config: AuditConfig) -> int:
         allow_slow=config.allow_slow,
         guard=GuardConfig(),
     )
-    runner = make_runner(run, target, cache.layer_ids, device)
+    runner = start_runner(run, cache.layer_ids, device)
     numbers = _draw(cache, info.audit.get("reforward", []), config.samples)
     again = [_recompute(cache.read(n), runner.capture) for n in numbers]
     noise = relative(*(torch.cat([getattr(a, how) for a in again]) for how in ("alone", "among")))

@@ -90,10 +90,10 @@ def has_delta_rule(model_type: str) -> bool:
     return model_type.startswith("qwen3_5")
 
 
-def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: bool = False, width: int = 128) -> str:
-    """Make the decoder family `model_type` respect `boundaries`. Returns which kernels will run, for the manifest.
+def install(config: Any, device: torch.device, allow_slow: bool, hybrid: bool = False) -> str:
+    """Make decoders of `config` respect `boundaries`. Returns which kernels will run, for the manifest.
 
-    `hybrid`: for hybrid.HybridCapture, whose convolution is its own. `width`: of the delta rule's heads.
+    `hybrid`: for hybrid.HybridCapture, whose convolution is its own.
 
     Raises UsageError when a fast kernel is missing on a GPU, with the package's own import error.
     """
@@ -101,7 +101,7 @@ def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: boo
 
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
     used = {"attention": "torch sdpa"}
-    if has_delta_rule(model_type):
+    if has_delta_rule(config.model_type):
         module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
         for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
             if not hasattr(module, name):
@@ -110,9 +110,11 @@ def install(model_type: str, device: torch.device, allow_slow: bool, hybrid: boo
         if getattr(rule, "is_ours", False):
             rule, conv = rule.stock, conv.stock
         fast_rule, fast_conv = (None, None) if device.type == "cpu" else _fast_kernels(allow_slow)
-        module.torch_chunk_gated_delta_rule = _ours(rule, _delta_rule(_reference(rule), fast_rule))
+        module.torch_chunk_gated_delta_rule = _ours(
+            rule, _delta_rule(_reference(rule), fast_rule, config.linear_num_key_heads)
+        )
         module.causal_conv1d_fn = _ours(conv, _convolution(_reference(conv), fast_conv))
-        used["delta_rule"] = fla_rule(width) if fast_rule else "torch reference"
+        used["delta_rule"] = fla_rule(config.linear_value_head_dim) if fast_rule else "torch reference"
         used["conv"] = "fla triton causal_conv1d" if fast_conv else "torch reference"
         if hybrid and device.type == "cuda":
             used["conv"] = "dflash-offline triton"
@@ -171,16 +173,17 @@ def _fast_kernels(allow_slow: bool) -> tuple[Any, Any]:
     return chunk_gated_delta_rule, causal_conv1d
 
 
-def _delta_rule(reference: Any, fast: Any) -> Callable[..., Any]:
+def _delta_rule(reference: Any, fast: Any, groups: int) -> Callable[..., Any]:
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         row = _row
         if fast is not None and q.is_cuda and kwargs.get("initial_state") is None:
             # Without boundaries every batch row is one sample. fla does the same without any, by kernels of their own
             # that take as long to compile again.
-            batch = q.shape[:2]
+            batch, repeats = q.shape[:2], q.shape[2] // groups
             cut = row or _batch(*batch, q.device)
             out, _ = fast(
-                *(x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v)),
+                # transformers 5.17 repeats the heads of a group, for which the kernels would be compiled once more.
+                *(x.reshape(1, -1, *x.shape[2:]) for x in (q[:, :, ::repeats], k[:, :, ::repeats], v)),
                 g=g.reshape(1, -1, g.shape[2]),
                 beta=beta.reshape(1, -1, beta.shape[2]),
                 use_qk_l2norm_in_kernel=kwargs.get("use_qk_l2norm_in_kernel", False),

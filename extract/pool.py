@@ -1,67 +1,28 @@
 """All of extraction's parallelism on a machine: one process per device, started by spawn, fed tasks by the parent.
 
 Workers never talk to each other and nothing is collective, so nothing can hang on a peer. A worker that dies, or does
-no row for too long, is replaced and its task given again; children end when their parent does.
+no row for too long, is replaced and its task given again; children end when their parent does. All load at once.
 """
 
 import multiprocessing
-import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
-from errno import EDQUOT, EFBIG, ENOSPC, EROFS
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
 
-from dflash_offline.extract.checks import StatesError
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.events import Events
-from dflash_offline.extract.plan import Plan
-from dflash_offline.extract.task import Done
+from dflash_offline.extract.plan import Task
+from dflash_offline.extract.worker import CALIBRATE, Order, Report, Stage, serve
 from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError, UsageError
 
-if TYPE_CHECKING:
-    from dflash_offline.extract.runner import Runner
-
-CALIBRATE = -1
-"""Task number of the codec calibration, which comes before all others."""
 ATTEMPTS = 3
-_SAY_EVERY = 0.5
-"""Seconds between two signs of progress."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a worker needs to know; the rest is in the cache folder."""
-
-    config: ExtractConfig
-    cache: Path
-    layers: tuple[int, ...]
-    plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a worker says: a task is done, or failed. In between it says None for rows done."""
-
-    number: int
-    done: Done | None = None
-    error: str = ""
-    fatal: Literal["", "usage", "run"] = ""
-    """Every worker would fail alike, by the user's input or while running."""
-    kernels: str = ""
-    probe: dict[str, list[float]] = field(default_factory=dict)
-    """What checks.probe found."""
 
 
 @dataclass(kw_only=True)
@@ -73,6 +34,8 @@ class _Worker:
     """Given and not yet reported."""
     heard: float
     """When it last made progress or was given work after it had none."""
+    began_at: float
+    """Unix seconds of its start."""
     began: bool = False
     """It has done a row."""
     hung: str = ""
@@ -133,84 +96,127 @@ class Queue:
             self.failed[number] = error
 
 
-def run(
-    job: Job,
-    devices: Sequence[str],
-    numbers: Sequence[int],
-    calibrate: bool,
-    report: Callable[[Report], None],
-    events: Events,
-) -> dict[int, str]:
-    """Run tasks on `devices`, reporting each. Returns the tasks that failed for good, with their last error.
+class Workers:
+    """The processes of a run, one a device; none outlives the block.
 
-    Raises UsageError when workers say the input is at fault, Interrupted on a signal, RunError when going on is useless
-    or no worker is left.
+    With `ahead` the first starts with the block: a machine's imports can take as long as its loading.
     """
-    context = multiprocessing.get_context("spawn")
-    queue = Queue(numbers, calibrate, events)
-    workers: dict[Connection, _Worker] = {}
-    strikes = [0] * len(devices)
-    # When the first has done a row, its kernels are compiled and their tiles chosen, for all.
-    waiting = deque(range(1, min(len(devices), len(numbers))))
 
-    def start(slot: int) -> None:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, job, devices[slot]), daemon=True)
+    def __init__(self, ahead: bool) -> None:
+        self._ahead = ahead
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: dict[Connection, _Worker] = {}
+
+    def __enter__(self) -> "Workers":
+        if self._ahead:
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop them all."""
+        _stop([(connection, worker.process) for connection, worker in self._workers.items()])
+        self._workers.clear()
+
+    def begin(self, config: ExtractConfig, layers: tuple[int, ...], devices: Sequence[str]) -> None:
+        """Say what they are for. The first loads its target from now on."""
+        self._config, self._layers, self._devices = config, layers, devices
+        self._order(next(iter(self._workers)) if self._workers else self._start(), 0, True)
+
+    def _start(self) -> Connection:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
         # Ctrl-C reaches the whole group and the parent decides; a child inherits the block from its first instruction.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        workers[ours] = _Worker(process=process, slot=slot, tasks=[], heard=time.monotonic())
-        events("worker", worker=process.pid, device=devices[slot])
+        self._workers[ours] = _Worker(process=process, slot=0, tasks=[], heard=time.monotonic(), began_at=time.time())
+        return ours
 
-    def start_others() -> None:
-        while waiting:
-            start(waiting.popleft())
+    def _order(self, connection: Connection, slot: int, ahead: bool) -> None:
+        self._workers[connection].slot = slot
+        order = Order(config=self._config, layers=self._layers, device=self._devices[slot], ahead=ahead)
+        with suppress(BrokenPipeError, ConnectionError):  # it just died; the next wait sees that
+            connection.send(order)
 
-    def lost(connection: Connection, worker: _Worker) -> None:
-        worker.process.join()
-        del workers[connection]
-        start_others()
-        error = worker.hung or f"worker on {devices[worker.slot]} ended with code {worker.process.exitcode}"
-        events("lost", worker=worker.process.pid, device=devices[worker.slot], tasks=worker.tasks, error=error)
-        for number in reversed(worker.tasks):
-            if worker.process.exitcode or worker.hung:
-                queue.give_up(number, error)
-            else:  # it told of its error and left; these it had not begun
-                queue.todo.appendleft(number)
-        strikes[worker.slot] += 1
-        if strikes[worker.slot] < ATTEMPTS:
-            start(worker.slot)  # on a device that fails again and again it would use up every task's attempts
-        elif not workers:
-            raise RunError(f"no worker is left: {error}; rerun to retry")
+    def run(
+        self,
+        tasks: Sequence[Task],
+        numbers: Sequence[int],
+        calibrate: bool,
+        report: Callable[[Report], None],
+        events: Events,
+    ) -> dict[int, str]:
+        """Run those of `tasks`, reporting each. Returns the ones that failed for good, with their last error.
 
-    def hear(worker: _Worker, message: Report | str | None) -> None:
-        worker.heard = time.monotonic()
-        if isinstance(message, str):
-            if worker.slot == 0:  # the others do the same
-                say(f"{devices[0]}: {message}")
-            return
-        worker.began = True
-        if message is None:
-            start_others()
-            return
-        worker.tasks.remove(message.number)
-        if queue.settle(message, report):
-            strikes[worker.slot] = 0
-            start_others()
+        Raises UsageError when workers say the input is at fault, Interrupted on a signal, RunError when going on is
+        useless or no worker is left.
+        """
+        workers, devices = self._workers, self._devices
+        queue = Queue(numbers, calibrate, events)
+        strikes = [0] * len(devices)
+        # The others get no task before the first has done a row: then kernels are compiled, and their tiles chosen.
+        held = calibrate or devices[0].startswith("cuda")
 
-    with Signals() as signals:
-        try:
-            start(0)
-            if not calibrate and not devices[0].startswith("cuda"):
-                start_others()
+        def told(worker: _Worker) -> None:
+            since, device = round(worker.began_at, 3), devices[worker.slot]
+            events("worker", worker=worker.process.pid, device=device, since=since)
+
+        def start(slot: int, ahead: bool) -> None:
+            connection = self._start()
+            self._order(connection, slot, ahead)
+            told(self._workers[connection])
+
+        def lost(connection: Connection, worker: _Worker) -> None:
+            nonlocal held
+            worker.process.join()
+            del workers[connection]
+            held = False
+            error = worker.hung or f"worker on {devices[worker.slot]} ended with code {worker.process.exitcode}"
+            events("lost", worker=worker.process.pid, device=devices[worker.slot], tasks=worker.tasks, error=error)
+            for number in reversed(worker.tasks):
+                if worker.process.exitcode or worker.hung:
+                    queue.give_up(number, error)
+                else:  # it told of its error and left; these it had not begun
+                    queue.todo.appendleft(number)
+            strikes[worker.slot] += 1
+            if strikes[worker.slot] < ATTEMPTS:
+                start(worker.slot, True)  # on a device that always fails it would use up every task's attempts
+            elif not workers:
+                raise RunError(f"no worker is left: {error}; rerun to retry")
+
+        def hear(worker: _Worker, message: Report | Stage | None) -> None:
+            nonlocal held
+            worker.heard = time.monotonic()
+            if isinstance(message, Stage):
+                events("stage", worker=worker.process.pid, words=message.words, since=round(message.time, 3))
+                if worker.slot == 0:  # the others do the same
+                    say(f"{devices[0]}: {message.words}")
+                return
+            worker.began = True
+            if message is None:
+                held = False
+                return
+            worker.tasks.remove(message.number)
+            if queue.settle(message, report):
+                strikes[worker.slot] = 0
+                held = False
+
+        with Signals() as signals:
+            for worker in workers.values():
+                told(worker)
+            for slot in range(len(workers), min(len(devices), len(numbers))):
+                start(slot, False)
             while queue.todo or any(worker.tasks for worker in workers.values()):
                 if signals.number:
                     raise Interrupted(signals.number)
                 for connection, worker in workers.items():
-                    _feed(connection, worker, queue, events, devices[worker.slot])
-                    _end_if_hung(worker, job.config)
+                    if not (held and worker.slot):
+                        _feed(connection, worker, queue, tasks, events, devices[worker.slot])
+                    _end_if_hung(worker, self._config)
                 for ready in wait(list(workers), timeout=0.5):
                     assert isinstance(ready, Connection)
                     try:
@@ -219,17 +225,17 @@ def run(
                         lost(ready, workers[ready])
                         continue
                     hear(workers[ready], message)  # apart: a closed stdout is a ConnectionError too
-        finally:
-            _stop([(connection, worker.process) for connection, worker in workers.items()])
-    return queue.failed
+        return queue.failed
 
 
-def _feed(connection: Connection, worker: _Worker, queue: Queue, events: Events, device: str) -> None:
+def _feed(
+    connection: Connection, worker: _Worker, queue: Queue, tasks: Sequence[Task], events: Events, device: str
+) -> None:
     # A GPU begins a task while the shard before it is written; on the CPU both need the same cores.
     while queue.todo and len(worker.tasks) < (2 if device.startswith("cuda") and queue.todo[0] != CALIBRATE else 1):
         number = queue.todo.popleft()
         try:
-            connection.send(number)
+            connection.send((number, tasks[max(number, 0)]))  # to calibrate, the first
         except (BrokenPipeError, ConnectionError):
             queue.todo.appendleft(number)  # it just died; the next wait sees that
             break
@@ -258,97 +264,3 @@ def _stop(workers: list[tuple[Connection, BaseProcess]]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-def _serve(connection: Connection, job: Job, device: str) -> None:
-    """A worker's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    import torch
-
-    from dflash_offline.extract.runner import Runner, start_runner
-    from dflash_offline.extract.task import calibrate, run_task
-
-    # One thread a worker: how a matmul is split over threads changes its low bits, and the bytes of a shard must not
-    # depend on how many workers share the cores.
-    torch.set_num_threads(1)
-    runner: Runner | None = None
-    sending = threading.Lock()
-    said = -_SAY_EVERY
-
-    def send(report: Report | str | None) -> None:
-        with sending, suppress(BrokenPipeError, ConnectionError):  # the parent may be gone
-            connection.send(report)
-
-    def beat(begun: str = "") -> None:
-        nonlocal said
-        if begun:
-            send(begun)
-        elif (now := time.monotonic()) - said > _SAY_EVERY:
-            said = now
-            send(None)
-
-    # After an error of its own a device may fail at everything until a new process opens it.
-    broken = threading.Event()
-    while not broken.is_set():
-        try:
-            if not connection.poll(0.5):
-                continue
-            number: int = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            if runner is None:
-                runner = start_runner(job.config, job.layers, torch.device(device), beat)
-            if number == CALIBRATE:
-                calibrate(runner, job.cache, job.plan.tasks[0])
-                send(Report(number=number, kernels=runner.kernels, probe=runner.probe))
-            else:
-                done = run_task(runner, job.cache, number, job.plan.tasks[number])
-                done.add_done_callback(partial(_tell, send, number, runner, device, broken))
-        except Exception as error:  # whatever it was, the parent must hear of it and may try again
-            send(failure(number, error, device))
-            if _of_device(error, device):
-                broken.set()
-    if runner is not None:
-        runner.writer.shutdown()
-
-
-def _of_device(error: BaseException, device: str) -> bool:
-    return device.startswith("cuda") and not isinstance(error, OSError)
-
-
-def _tell(
-    send: Callable[[Report], None],
-    number: int,
-    runner: "Runner",
-    device: str,
-    broken: threading.Event,
-    done: Future[Done],
-) -> None:
-    if error := done.exception():
-        if _of_device(error, device):
-            broken.set()
-        send(failure(number, error, device))
-    else:
-        send(Report(number=number, done=done.result(), kernels=runner.kernels, probe=runner.probe))
-
-
-def failure(number: int, error: BaseException, device: str) -> Report:
-    """What the parent is told of an error."""
-    if isinstance(error, UsageError):
-        return Report(number=number, error=str(error), fatal="usage")
-    if isinstance(error, StatesError):
-        return Report(number=number, error=str(error), fatal="run")
-    if isinstance(error, OSError):
-        full = error.errno in (ENOSPC, EDQUOT, EFBIG, EROFS)
-        hint = "; make room and rerun the same command: finished shards are kept" if full else ""
-        text = f"{error.filename or device}: {error.strerror or error}{hint}"
-        return Report(number=number, error=text, fatal="run" if full else "")
-    return Report(number=number, error=f"{type(error).__name__}: {error}")
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)

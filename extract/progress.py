@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.events import Events
-from dflash_offline.extract.pool import Report
+from dflash_offline.extract.worker import Report
 from dflash_offline.shards import calibration, manifest
 from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError

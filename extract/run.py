@@ -1,7 +1,7 @@
 """`dflash-extract run`: read -> render -> mask -> key -> plan -> [forward -> encode -> write] -> index -> complete."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dflash_offline.extract import kernels, pool, preflight, roots
+from dflash_offline.extract import kernels, pool, preflight, ray_engine, roots
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.checks import is_drawn
 from dflash_offline.extract.config import ExtractConfig
@@ -47,6 +47,13 @@ def run(config: ExtractConfig) -> int:
     """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
+    # A cache that is there may need no work.
+    with _engine(config)(ahead=not config.dry_run and not (config.cache / manifest.NAME).exists()) as workers:
+        return _prepare(config, workers)
+
+
+def _prepare(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -> int:
+    """Check everything that can be known before the cache is ours."""
     share = config.share()
     if not share:
         config = replace(config, data=with_files(config.data))
@@ -66,67 +73,81 @@ def run(config: ExtractConfig) -> int:
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
         _clean(config)
-        if share:
-            plan = _prepared(config.cache, settings, old)
-        else:
-            plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
-        ours = [n for n in range(len(plan.tasks)) if not share or n % share[1] == share[0]]
-        todo = [n for n in ours if not is_done(config.cache / index.shard_name(n), plan.tasks[n].hash)]
-        if not todo and not share and old is not None and _is_whole(config.cache, old, plan):
-            say(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
-            return 0
-        preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
-        if share and old is not None:
-            draft = old
-        else:
-            copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER)
-            draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
-        if config.task_slice == "prepare":
-            todo = []
-        job = pool.Job(config=config, cache=config.cache, layers=layers, plan=plan)
-        calibrate = not _is_calibrated(config.cache, old)
-        with closing(Events(config.cache, share)) as events:
-            events("start", tasks=len(todo), of=len(plan.tasks), devices=devices, versions=draft.versions)
-            progress = Progress(config.cache, plan, todo, draft, events, alone=not share)
-            try:
-                if todo or calibrate:
-                    _work(job, devices, todo, calibrate, progress, events)
-                lost = progress.lost if config.task_slice else _finish(config, progress.draft, plan, target, old)
-            except pool.Interrupted as signal:
-                (number,) = signal.args
-                events("stop", error=f"signal {number}")
-                print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
-                return 128 + int(number)
-            except BaseException as error:
-                events("stop", error=f"{type(error).__name__}: {error}")
-                raise
-            what = f"slice {config.task_slice} is done" if share else config.task_slice and "prepared"
-            events("part done" if what else "complete", lost=lost)
+        if old is None or not old.complete:
+            workers.begin(config, layers, devices)
+        try:
+            return _extract(config, settings, target, renderer, layers, devices, task_tokens, old, workers)
+        finally:
+            workers.end()
+            _clean(config)
+
+
+def _extract(
+    config: ExtractConfig,
+    settings: dict[str, Any],
+    target: Target,
+    renderer: Renderer,
+    layers: tuple[int, ...],
+    devices: Sequence[str],
+    task_tokens: int,
+    old: manifest.Manifest | None,
+    workers: pool.Workers | ray_engine.Workers,
+) -> int:
+    """Plan, run, finish; the cache is ours."""
+    share, hidden = config.share(), target.config.hidden_size
+    if share:
+        plan = _prepared(config.cache, settings, old)
+    else:
+        plan = make_plan(config.cache, config.data, settings, renderer, task_tokens, config.batching == "padded")
+    ours = [n for n in range(len(plan.tasks)) if not share or n % share[1] == share[0]]
+    todo = [n for n in ours if not is_done(config.cache / index.shard_name(n), plan.tasks[n].hash)]
+    if not todo and not share and old is not None and _is_whole(config.cache, old, plan):
+        say(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
+        return 0
+    if old is not None and old.complete:
+        workers.begin(config, layers, devices)
+    preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
+    if share and old is not None:
+        draft = old
+    else:
+        copied = _copied(config.cache, target, renderer, old)
+        draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
+    if config.task_slice == "prepare":
+        todo = []
+    calibrate = not _is_calibrated(config.cache, old)
+    with closing(Events(config.cache, share)) as events:
+        events("start", tasks=len(todo), of=len(plan.tasks), devices=devices, versions=draft.versions)
+        progress = Progress(config.cache, plan, todo, draft, events, alone=not share)
+        try:
+            if todo or calibrate:
+                _all_done(workers.run(plan.tasks, todo, calibrate, progress.note, events), len(plan.tasks))
+            lost = progress.lost if config.task_slice else _finish(config, progress.draft, plan, target, old)
+        except pool.Interrupted as signal:
+            (number,) = signal.args
+            events("stop", error=f"signal {number}")
+            print(f"stopped by signal {number}: finished shards are kept; rerun to continue", file=sys.stderr)
+            return 128 + int(number)
+        except BaseException as error:
+            events("stop", error=f"{type(error).__name__}: {error}")
+            raise
+        what = f"slice {config.task_slice} is done" if share else config.task_slice and "prepared"
+        events("part done" if what else "complete", lost=lost)
     what = what or f"complete, {sum(t.samples for t in plan.tasks)} samples"
     say(f"{config.cache}: {what}; this run: {progress.summary()}")
     return 3 if lost else 0
 
 
-def _work(
-    job: pool.Job, devices: Sequence[str], todo: Sequence[int], calibrate: bool, progress: Progress, events: Events
-) -> None:
-    """Run the tasks. Raises RunError naming those that failed."""
-    failed = _engine(job.config)(job, devices, todo, calibrate, progress.note, events)
+def _all_done(failed: dict[int, str], of: int) -> None:
+    """Raises RunError naming the tasks that failed."""
     if failed:
         first, error = next(iter(failed.items()))
         raise RunError(
-            f"{len(failed)} of {len(job.plan.tasks)} tasks failed: {', '.join(map(str, failed))}; task {first}: "
-            f"{error}; rerun to retry"
+            f"{len(failed)} of {of} tasks failed: {', '.join(map(str, failed))}; task {first}: {error}; rerun to retry"
         )
-    _clean(job.config)
 
 
-def _engine(config: ExtractConfig) -> Callable[..., dict[int, str]]:
-    if config.engine == "ray":
-        from dflash_offline.extract import ray_engine
-
-        return ray_engine.run
-    return pool.run
+def _engine(config: ExtractConfig) -> type[pool.Workers | ray_engine.Workers]:
+    return ray_engine.Workers if config.engine == "ray" else pool.Workers
 
 
 def _prepared(cache: Path, settings: dict[str, Any], old: manifest.Manifest | None) -> plans.Plan:
@@ -165,13 +186,25 @@ def _task_tokens(config: ExtractConfig, values: int) -> int:
 
 def _is_whole(cache: Path, info: manifest.Manifest, plan: plans.Plan) -> bool:
     """The cache is complete, of this very plan, and nothing beside its shards is lost or damaged."""
-    copied = {f"{TARGET_FOLDER}/{name}": digest for name, digest in info.target["copied"].items()}
-    files = {CODEC_FILE: info.codec.calibration, index.NAME: info.index.get("xxh3"), **copied}
+    files = {CODEC_FILE: info.codec.calibration, index.NAME: info.index.get("xxh3")}
     return (
         info.complete
         and (info.dataset["rows"], info.dataset["skipped"]) == (plan.rows, plan.skipped)
-        and all((cache / name).is_file() and file_hash(cache / name) == digest for name, digest in files.items())
+        and _are_there(cache, files)
+        and _are_there(cache / TARGET_FOLDER, info.target["copied"])
     )
+
+
+def _copied(cache: Path, target: Target, renderer: Renderer, old: manifest.Manifest | None) -> dict[str, str]:
+    """The hash of every file of the target's folder, which is written unless an earlier run did."""
+    before: dict[str, str] = old.target["copied"] if old else {}
+    if before and _are_there(cache / TARGET_FOLDER, before):
+        return before
+    return write_target_folder(target, renderer.tokenizer, cache / TARGET_FOLDER)
+
+
+def _are_there(folder: Path, files: dict[str, Any]) -> bool:
+    return all((folder / name).is_file() and file_hash(folder / name) == digest for name, digest in files.items())
 
 
 def _is_calibrated(cache: Path, old: manifest.Manifest | None) -> bool:

@@ -6,7 +6,7 @@ Legend: P tokens of a row, L layers, D hidden, N positions of the last hidden st
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
@@ -111,56 +111,74 @@ class Row:
         return [len(last_positions(s.loss_mask)) for s in self.samples]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """A target on its way to a device."""
+
+    target: Target
+    kernels: str
+    """Those installed for it."""
+    model: Future[Any]
+
+
+def begin_loading(config: ExtractConfig, layers: Sequence[int], device: torch.device) -> Loading:
+    """Open the configured target, install its kernels and load its weights in a thread. Raises UsageError."""
+    kernels.own(device)
+    target = open_target(config.target.path, config.target.revision)
+    hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
+    used = kernels.install(target.config, device, config.allow_slow, hybrid)  # before modules look them up
+    attention = kernels.PACKED_ATTENTION if config.batching == "packed" else "sdpa"
+    last, dtype = max(_captured(config, target, layers)), compute_dtype(config, device)
+    pool = ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,))
+    model = pool.submit(load_decoder, target, last, device, dtype, attention)
+    pool.shutdown(wait=False)
+    return Loading(target=target, kernels=used, model=model)
+
+
 def start_runner(
-    config: ExtractConfig, layers: Sequence[int], device: torch.device, beat: Beat = lambda begun="": None
-) -> Runner:
-    """Load the configured target onto `device`; the slow part of a worker's start."""
-    return make_runner(config, open_target(config.target.path, config.target.revision), layers, device, beat)
-
-
-def make_runner(
     config: ExtractConfig,
-    target: Target,
     layers: Sequence[int],
     device: torch.device,
     beat: Beat = lambda begun="": None,
+    loading: Loading | None = None,
 ) -> Runner:
-    """Load the target onto `device` and probe it. Raises UsageError when it does not give the stock model's states."""
+    """A target on `device` that was probed; the slow part of a worker's start. `loading`: where that has begun before.
+
+    Raises UsageError when it does not give the stock model's states.
+    """
     kernels.own(device)
-    packed = config.batching == "packed"
-    recurrent = kernels.has_delta_rule(target.model_type)
-    hybrid = packed and recurrent
-    width = getattr(target.config, "linear_value_head_dim", 0)
-    used = kernels.install(target.model_type, device, config.allow_slow, hybrid, width)
-    captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
-    attention = kernels.PACKED_ATTENTION if packed else "sdpa"
-    dtype = compute_dtype(config, device)
     beat(f"loading {config.target.path}")
+    loading = loading or begin_loading(config, layers, device)
+    target, captured = loading.target, _captured(config, loading.target, layers)
     found: dict[str, list[float]] = {}
-    with ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,)) as beside:
-        # It needs no weights, and compiles for half a minute where nothing is compiled yet.
-        checked = config.guard.probe and recurrent
-        rule = beside.submit(checks.check_rule, target.config, device, dtype) if checked else None
-        model = load_decoder(target, max(captured), device, dtype, attention)
-        if rule:
-            found["rule"] = [rule.result()]
-    beat(f"loaded; {used}; the first rows compile what is not compiled yet")
+    if config.guard.probe and kernels.has_delta_rule(target.model_type):
+        # Beside the loading: it needs no weights, and compiles for half a minute where nothing is compiled yet.
+        found["rule"] = [checks.check_rule(target.config, device, compute_dtype(config, device))]
+        beat("the delta rule is compiled and right")
+    model = loading.model.result()
+    beat(f"loaded; {loading.kernels}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
+    hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
     capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
     if stock is not None:
         found |= checks.probe(capture, stock, captured, target.config.vocab_size)
+        beat("probed: its states are the stock model's")
     return Runner(
         config=config,
         layers=tuple(layers),
         captured=captured,
         capture=capture,
-        kernels=used,
+        kernels=loading.kernels,
         device=device,
         writer=ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,)),
         probe=found,
         beat=beat,
     )
+
+
+def _captured(config: ExtractConfig, target: Target, layers: Sequence[int]) -> tuple[int, ...]:
+    return (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
 
 
 def compute_dtype(config: ExtractConfig, device: torch.device) -> torch.dtype:
@@ -212,11 +230,11 @@ def finished(runner: Runner, row: Launched) -> Row:
 
 def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Planned], Tensor | None]]:
     """bf16 [P, L, D] of the samples; those that do not fit are halved, a sample that does not fit has None."""
-    found = _captured(runner, samples)
+    found = _tried(runner, samples)
     if not found:  # it may fit when those before it are gone
         if not runner.alive.below(1, _PATIENCE):
             raise RunError(f"no memory for a row, and those before it were not written in {_PATIENCE:g} s; rerun")
-        found = _captured(runner, samples)
+        found = _tried(runner, samples)
     if not found and len(samples) > 1:
         half = len(samples) // 2
         yield from _states(runner, samples[:half])
@@ -225,7 +243,7 @@ def _states(runner: Runner, samples: list[Planned]) -> Iterator[tuple[list[Plann
         yield samples, found.pop() if found else None
 
 
-def _captured(runner: Runner, samples: list[Planned]) -> list[Tensor]:
+def _tried(runner: Runner, samples: list[Planned]) -> list[Tensor]:
     """The states, to be taken out by whoever wants them; nothing where they do not fit."""
     try:
         return [runner.capture([torch.from_numpy(s.input_ids) for s in samples])]

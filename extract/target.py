@@ -9,6 +9,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +33,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 """Where checkpoints put the decoder: multimodal, older multimodal, causal LM, bare decoder."""
 _SAMPLED_BYTES = 1 << 14
+_READERS = 8
+"""Files of weights read at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +221,19 @@ def load_decoder(
     float32 all are cast.
     """
     model = _skeleton(target, last_layer, attention)
+    names = [target.prefix + n for n in model.state_dict()]
+
+    def read(file: str) -> dict[str, Tensor]:
+        found = _tensors(target, [n for n in names if target.weight_map[n] == file], device, dtype)
+        return {
+            name.removeprefix(target.prefix): tensor.float() if dtype == torch.float32 else tensor
+            for name, tensor in found
+        }
+
     state: dict[str, Tensor] = {}
-    for name, tensor in _tensors(target, [target.prefix + n for n in model.state_dict()], device, dtype):
-        state[name.removeprefix(target.prefix)] = tensor.float() if dtype == torch.float32 else tensor
+    with ThreadPoolExecutor(_READERS) as pool:  # a mapped file is read by the thread that copies from it
+        for part in pool.map(read, sorted({target.weight_map[n] for n in names})):
+            state |= part
     model.load_state_dict(state, strict=True, assign=True)
     # Rotary tables are buffers that no checkpoint holds; built on meta they are empty.
     rotary: Any = model.rotary_emb
@@ -318,13 +331,13 @@ def write_target_folder(target: Target, tokenizer: Any, folder: Path) -> dict[st
 
     Returns the hash of every file written.
     """
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
     wanted = head_names(target)
     loaded = dict(_tensors(target, list(wanted.values()), "cpu", torch.bfloat16))
-    with atomic_file(folder / "target.safetensors") as file:
-        file.write(save({short: loaded[name].to(torch.bfloat16).contiguous() for short, name in wanted.items()}))
+    with atomic_file(folder / "target.safetensors") as file:  # by its name: gigabytes are not copied first
+        save_file({short: loaded[name].to(torch.bfloat16).contiguous() for short, name in wanted.items()}, file.name)
     target.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}

@@ -6,6 +6,7 @@ Imports nothing heavy, so that `--help` answers at once.
 import io
 import os
 import re
+import signal
 import sys
 import tomllib
 import traceback
@@ -206,6 +207,8 @@ def run(prog: str, commands: Mapping[str, tuple[str, Callable[[list[str]], int]]
         code = _fail(f"{prog} {name}", str(error), 1, debug)
     except KeyboardInterrupt:
         code = 130
+    if code == 130:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending; one Ctrl-C more would only change the exit code
     sys.exit(code)
 
 

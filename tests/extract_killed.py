@@ -50,7 +50,7 @@ def attempt(arguments: list[str], point: str, marker: Path, log: Path) -> int:
             if point:
                 os.environ |= {"DFLASH_TEST_KILL": point, "DFLASH_TEST_KILLED": str(marker)}
             pool.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))  # type: ignore[assignment]
-            pool._serve = serve
+            pool.serve = serve
             code = run(parse(ExtractConfig, arguments, "", ""))
             sys.stdout.flush()
         except BaseException:
@@ -60,7 +60,7 @@ def attempt(arguments: list[str], point: str, marker: Path, log: Path) -> int:
     return child
 
 
-def serve(*args: Any, plain: Any = pool._serve) -> None:
+def serve(*args: Any, plain: Any = pool.serve) -> None:
     """A worker like one started anew: SIGTERM ends it, and it does not hold the cache in its parent's place."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for fd in Path("/proc/self/fd").iterdir():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import arguments, copy_without_shards, extract
 
-from dflash_offline.extract import kernels, preflight
+from dflash_offline.extract import events, kernels, preflight
 from dflash_offline.extract.config import DataConfig, ExtractConfig
 from dflash_offline.shards import device, manifest
 from dflash_offline.shards.cache import Cache
@@ -18,6 +18,7 @@ from dflash_offline.shards.errors import UsageError
 
 CUDA = torch.device("cuda")
 FAMILY = "qwen3_5_text"
+CONFIG = SimpleNamespace(model_type=FAMILY, linear_num_key_heads=16, linear_value_head_dim=128)
 SLOW = "attention: torch sdpa, conv: torch reference, delta_rule: torch reference"
 
 
@@ -35,7 +36,7 @@ def fla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     yield tmp_path / "fla"
     for name in [n for n in sys.modules if n == "fla" or n.startswith("fla.")]:
         del sys.modules[name]
-    kernels.install(FAMILY, torch.device("cpu"), False)
+    kernels.install(CONFIG, torch.device("cpu"), False)
 
 
 def test_b34_the_cpu_runs_and_says_on_what(site: Path) -> None:
@@ -43,10 +44,10 @@ def test_b34_the_cpu_runs_and_says_on_what(site: Path) -> None:
 
 
 def test_b34_fast_kernels_are_named(fla: Path) -> None:
-    assert kernels.install(FAMILY, CUDA, False) == (
+    assert kernels.install(CONFIG, CUDA, False) == (
         "attention: torch sdpa, conv: fla triton causal_conv1d, delta_rule: fla chunk_gated_delta_rule"
     )
-    own = kernels.install(FAMILY, CUDA, False, hybrid=True)
+    own = kernels.install(CONFIG, CUDA, False, hybrid=True)
     assert own == "attention: torch sdpa, conv: dflash-offline triton, delta_rule: fla chunk_gated_delta_rule"
 
 
@@ -66,8 +67,8 @@ def test_b34_a_slow_path_is_refused_in_the_package_s_own_words(
         with pytest.raises(UsageError, match=said):  # before the dataset is read
             kernels.check_packages(FAMILY, "cuda:0", False)
     with pytest.raises(UsageError, match=rf"Error: {said}\); pip install -U .*--allow-slow True"):
-        kernels.install(FAMILY, CUDA, False)
-    assert kernels.install(FAMILY, CUDA, True) == SLOW
+        kernels.install(CONFIG, CUDA, False)
+    assert kernels.install(CONFIG, CUDA, True) == SLOW
 
 
 def test_a_gpu_that_torch_does_not_find_is_no_reason_for_the_cpu(
@@ -106,6 +107,8 @@ def test_kernels_of_every_run_are_in_the_manifest(site: Path, tmp_path: Path) ->
             and f"cpu: loaded; {SLOW}; the first rows compile" in done.stdout
         )
         assert Cache(tmp_path / "c").manifest.kernels == f"other; {SLOW}"
+        stages = [e["words"] for e in events.read(tmp_path / "c") if e["event"] == "stage"]
+        assert stages[-1] == "probed: its states are the stock model's"
         for path in (tmp_path / "c" / "shards").glob("*.arrow"):
             path.unlink()
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import arguments, command, extract, states, tree
+from runs import arguments, command, copy_without_shards, extract, states, tree
 from targets import write_chats, write_rows, write_target
 from transformers import AutoModelForCausalLM
 
@@ -40,6 +40,20 @@ def test_a_rerun_does_nothing(site: Path) -> None:
     again = extract(*arguments(site, site / "cache"))
     assert again.returncode == 0 and "nothing to do" in again.stdout
     assert {p: p.stat().st_mtime_ns for p in (site / "cache").rglob("*") if p.name != ".lock"} == before
+
+
+def test_the_target_s_folder_is_written_once(site: Path, tmp_path: Path) -> None:
+    """A run that goes on keeps it, gigabytes of a large target, unless it is damaged."""
+    copy_without_shards(site, tmp_path / "c")
+    written = tmp_path / "c" / "target" / "target.safetensors"
+    raw, at = written.read_bytes(), written.stat().st_mtime_ns
+    for damaged in (False, True):
+        if damaged:
+            written.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        write_manifest(tmp_path / "c", replace(read_manifest(tmp_path / "c"), complete=False))
+        (tmp_path / "c" / "shards" / "00000000.arrow").unlink(missing_ok=True)
+        assert extract(*arguments(site, tmp_path / "c")).returncode == 0
+        assert written.read_bytes() == raw and (written.stat().st_mtime_ns == at) == (not damaged)
 
 
 def test_bytes_do_not_depend_on_the_number_of_workers(site: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def samples(seed: int = 0) -> list[torch.Tensor]:
 
 def capture(folder: Path, batching: str = "packed", layers: tuple[int, ...] = LAYERS) -> Run:
     target = open_target(str(folder), None)
-    kernels.install(target.model_type, CPU, allow_slow=False)
+    kernels.install(target.config, CPU, allow_slow=False)
     attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
     model = load_decoder(target, max(layers), CPU, torch.float32, attention)
     run = Capture(model, layers, batching, CPU)

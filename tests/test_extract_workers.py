@@ -17,17 +17,18 @@ import torch
 from runs import arguments, command, copy_without_shards, extract, tree, warm
 from targets import write_chats, write_rows
 
-from dflash_offline.extract import events, forecast, plan, pool
+from dflash_offline.extract import events, forecast, plan, pool, run, worker
 from dflash_offline.extract.config import ExtractConfig, TargetConfig
 from dflash_offline.extract.progress import Progress
 from dflash_offline.extract.runner import Runner, start_runner
-from dflash_offline.extract.task import run_task
+from dflash_offline.extract.task import Done, run_task
 from dflash_offline.shards import manifest
 from dflash_offline.shards.cache import Cache
-from dflash_offline.shards.errors import RunError
+from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.verify import verify
 
 CPU = torch.device("cpu")
+TASKS = [plan.Task(hash="", file="", batch=n, samples=1, tokens=1) for n in range(40)]
 
 
 @pytest.fixture
@@ -107,12 +108,18 @@ def test_a_task_that_always_fails_is_named_and_the_others_are_done(site: Path, t
     assert failures == [1, 2, 3] and len(list((tmp_path / "c" / "shards").glob("*.arrow"))) == 2
 
 
-def test_a_device_that_fails_again_and_again_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = pool.Job(config=ExtractConfig(), cache=tmp_path, layers=(), plan=None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_device_that_fails_again_and_again_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+) -> None:
     warm(monkeypatch)
-    monkeypatch.setattr(pool, "_serve", _leave)
-    with pytest.raises(RunError, match="no worker is left: worker on cpu ended with code 7"):
-        pool.run(job, ["cpu"], range(40), False, lambda report: None, events.Events(tmp_path))
+    monkeypatch.setattr(pool, "serve", _leave)
+    with (
+        pool.Workers(ahead) as workers,
+        pytest.raises(RunError, match="no worker is left: worker on cpu ended with code 7"),
+    ):
+        workers.begin(ExtractConfig(), (), ["cpu"])
+        workers.run(TASKS, range(40), False, lambda report: None, events.Events(tmp_path))
     assert sum(e["event"] == "worker" for e in events.read(tmp_path)) == pool.ATTEMPTS
 
 
@@ -120,25 +127,52 @@ def _leave(*_: object) -> None:
     os._exit(7)
 
 
+def test_the_first_worker_loads_while_the_plan_is_made(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is gone when the plan fails. A complete cache, which may need no work, starts none."""
+    started: list[Any] = []
+    start = pool.Workers._start
+
+    def note(*given: Any) -> Any:
+        connection = start(*given)
+        started.append(given[0]._workers[connection].process)
+        return connection
+
+    def refuse(*_: object) -> None:
+        assert all(process.is_alive() for process in started)
+        raise UsageError("such data")
+
+    monkeypatch.setattr(pool.Workers, "_start", note)
+    monkeypatch.setattr(run, "make_plan", refuse)
+    for cache, workers in ((tmp_path / "c", 1), (site / "cache", 0)):
+        started.clear()
+        done = extract(*arguments(site, cache, workers=2))
+        assert done.returncode == 2 and "such data" in done.stderr
+        assert len(started) == workers and not any(process.is_alive() for process in started)
+
+
 def test_a_worker_that_tells_of_its_error_and_leaves_costs_one_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As a GPU's does, whose device may be broken; it was given more meanwhile."""
-    job = pool.Job(config=ExtractConfig(), cache=tmp_path, layers=(), plan=None)  # type: ignore[arg-type]
     warm(monkeypatch)
-    monkeypatch.setattr(pool, "_serve", _tell_and_leave)
+    monkeypatch.setattr(pool, "serve", _tell_and_leave)
     done: list[int] = []
-    failed = pool.run(job, ["cuda:0"], [1, 2], False, lambda r: done.append(r.number), events.Events(tmp_path))
+    with pool.Workers(False) as workers:
+        workers.begin(ExtractConfig(), (), ["cuda:0"])
+        failed = workers.run(TASKS, [1, 2], False, lambda r: done.append(r.number), events.Events(tmp_path))
     assert failed == {1: "broken"} and done == [2]
     assert [e["attempt"] for e in events.read(tmp_path) if e["event"] == "failed"] == [1, 2, 3]
 
 
 def _tell_and_leave(connection: Any, *_: object) -> None:
     with suppress(EOFError):
-        while (number := connection.recv()) != 1:
-            connection.send(pool.Report(number=number))
+        connection.recv()  # the order
+        while (number := connection.recv()[0]) != 1:
+            connection.send(worker.Report(number=number))
         time.sleep(0.3)
-        connection.send(pool.Report(number=1, error="broken"))
+        connection.send(worker.Report(number=1, error="broken"))
 
 
 @pytest.mark.parametrize(("samples", "workers"), [(7, 3), (1, 8)])
@@ -246,7 +280,7 @@ def test_a_run_that_loses_most_samples_stops(site: Path, tmp_path: Path) -> None
     found, draft = plan.read(site / "cache"), manifest.read(site / "cache")
     assert found is not None
     counting = Progress(site / "cache", found, [0, 1, 2], draft, events.Events(tmp_path), alone=False)
-    done = pool.Done(samples=15, tokens=10, bytes=1, skipped=19)
-    counting.note(pool.Report(number=0, done=done))
+    done = Done(samples=15, tokens=10, bytes=1, skipped=19)
+    counting.note(worker.Report(number=0, done=done))
     with pytest.raises(RunError, match="34 samples were lost and 20 written"):
-        counting.note(pool.Report(number=1, done=replace(done, samples=5, skipped=15)))
+        counting.note(worker.Report(number=1, done=replace(done, samples=5, skipped=15)))

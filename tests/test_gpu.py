@@ -45,7 +45,7 @@ def samples() -> list[torch.Tensor]:
 
 def capture(folder: Path, device: str, dtype: torch.dtype, batching: str = "packed") -> Any:
     target, where = open_target(str(folder), None), torch.device(device)
-    kernels.install(target.model_type, where, allow_slow=False)
+    kernels.install(target.config, where, allow_slow=False)
     attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
     model = load_decoder(target, max(LAYERS), where, dtype, attention)
     hybrid = target.model_type.startswith("qwen3_5") and batching == "packed" and device == "cuda"

@@ -19,7 +19,7 @@ def test_states_equal_those_of_the_stock_model(tmp_path: Path) -> None:
     """fp32: the same mathematics, sample by sample and packed."""
     net = write_target(tmp_path / "t", "qwen3_5")
     target = open_target(str(tmp_path / "t"), None)
-    kernels.install(target.model_type, CPU, allow_slow=False)
+    kernels.install(target.config, CPU, allow_slow=False)
     model = load_decoder(target, max(LAYERS), CPU, torch.float32, kernels.PACKED_ATTENTION)
     capture = HybridCapture(model, LAYERS, CPU)
     assert not hasattr(model.layers[0].mlp, "gate_proj")  # taken, not copied
@@ -44,7 +44,7 @@ def test_kernels_equal_torch() -> None:
 def test_packing_without_boundaries_is_not_the_same(tmp_path: Path, drop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_target(tmp_path / "t", "qwen3_5")
     target = open_target(str(tmp_path / "t"), None)
-    kernels.install(target.model_type, CPU, allow_slow=False)
+    kernels.install(target.config, CPU, allow_slow=False)
     model = load_decoder(target, max(LAYERS), CPU, torch.float32, kernels.PACKED_ATTENTION)
     capture = HybridCapture(model, LAYERS, CPU)
     want = capture(samples()).split(list(LENGTHS))

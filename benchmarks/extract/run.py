@@ -221,7 +221,7 @@ def ready(
     model: Any, device: int, work: Path, tell: Callable[[str, Any], None], codec: str = ExtractConfig.codec
 ) -> tuple[Runner, list[plan.Task]]:
     """The tool around `model`, calibrated and compiled: its first shard was written, and all lengths were met."""
-    tell("kernels", kernels.install("qwen3_5_text", torch.device("cuda"), False, hybrid=True))
+    tell("kernels", kernels.install(model.config, torch.device("cuda"), False, hybrid=True))
     begin = time.perf_counter()
     runner = runner_of(HybridCapture(model, shapes.FEATURES, torch.device("cuda", device)), work, codec)
     torch.cuda.empty_cache()
@@ -261,11 +261,7 @@ def measure(device: int, args: Any, barrier: Any, alone: bool, told: Connection)
     torch.cuda.empty_cache()
     runner, tasks = ready(model, device, work, tell, args.codec)
     quiet = replace(runner, config=replace(runner.config, guard=GuardConfig(audit_every=0)))
-    if qla:
-        tell("distance of the delta rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
-    os.environ[QLA] = "0"
-    tell("distance of fla's rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
-    os.environ[QLA] = "1"
+    tell("distance of the delta rule from fp32", checks.check_rule(model.config, runner.device, torch.bfloat16))
     tell("a row's states are the same again", again(runner, plan.load_task(work, tasks[0])))
     tell("rows", [sum(lengths[i] for i in row) for row in batches(lengths[:200], BUDGET, False)][:8])
     barrier.wait()
