@@ -8,9 +8,12 @@ PROG = "dflash-extract"
 
 def _run(argv: list[str]) -> int:
     config = command.parse(ExtractConfig, argv, f"{PROG} run", "Run the target once over a dataset and write a cache.")
-    from dflash_offline.extract.run import run
+    from dflash_offline.extract.pool import workers
 
-    return run(config)
+    with workers(config) as ahead:
+        from dflash_offline.extract.run import extract  # takes seconds, in which a worker imports too
+
+        return extract(config, ahead)
 
 
 def _preview(argv: list[str]) -> int:

@@ -13,14 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.events import Events
-from dflash_offline.extract.plan import Task
 from dflash_offline.extract.worker import CALIBRATE, Order, Report, Stage, serve
+from dflash_offline.shards import manifest
 from dflash_offline.shards.command import say
 from dflash_offline.shards.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from dflash_offline.extract.plan import Task
+    from dflash_offline.extract.ray_engine import Workers as Actors
 
 ATTEMPTS = 3
 
@@ -99,7 +105,8 @@ class Queue:
 class Workers:
     """The processes of a run, one a device; none outlives the block.
 
-    With `ahead` the first starts with the block: a machine's imports can take as long as its loading.
+    With `ahead` the first starts with the block, and imports while the caller does: on some machines that takes longer
+    than to load a target.
     """
 
     def __init__(self, ahead: bool) -> None:
@@ -144,7 +151,7 @@ class Workers:
 
     def run(
         self,
-        tasks: Sequence[Task],
+        tasks: "Sequence[Task]",
         numbers: Sequence[int],
         calibrate: bool,
         report: Callable[[Report], None],
@@ -228,8 +235,17 @@ class Workers:
         return queue.failed
 
 
+def workers(config: ExtractConfig) -> "Workers | Actors":
+    """Those of the configured engine; ahead, where a cache is not there that may need no work."""
+    if config.engine == "ray":
+        from dflash_offline.extract.ray_engine import Workers as Actors
+
+        return Actors()
+    return Workers(ahead=config.cache != Path() and not config.dry_run and not (config.cache / manifest.NAME).exists())
+
+
 def _feed(
-    connection: Connection, worker: _Worker, queue: Queue, tasks: Sequence[Task], events: Events, device: str
+    connection: Connection, worker: _Worker, queue: Queue, tasks: "Sequence[Task]", events: Events, device: str
 ) -> None:
     # A GPU begins a task while the shard before it is written; on the CPU both need the same cores.
     while queue.todo and len(worker.tasks) < (2 if device.startswith("cuda") and queue.todo[0] != CALIBRATE else 1):

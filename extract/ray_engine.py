@@ -46,7 +46,7 @@ class Worker:
 class Workers:
     """As pool.Workers; none is ahead."""
 
-    def __init__(self, ahead: bool) -> None:
+    def __init__(self) -> None:
         try:
             import ray
         except ImportError:

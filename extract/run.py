@@ -44,16 +44,15 @@ from dflash_offline.shards.manifest import CodecInfo
 
 
 def run(config: ExtractConfig) -> int:
+    """`extract` with workers of its own."""
+    with pool.workers(config) as workers:
+        return extract(config, workers)
+
+
+def extract(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -> int:
     """Extract the dataset into `config.cache`, or finish what an earlier run began. Returns the exit code."""
     if config.cache == Path():
         raise UsageError("cache is not set; expected the output folder")
-    # A cache that is there may need no work.
-    with _engine(config)(ahead=not config.dry_run and not (config.cache / manifest.NAME).exists()) as workers:
-        return _prepare(config, workers)
-
-
-def _prepare(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -> int:
-    """Check everything that can be known before the cache is ours."""
     share = config.share()
     if not share:
         config = replace(config, data=with_files(config.data))
@@ -144,10 +143,6 @@ def _all_done(failed: dict[int, str], of: int) -> None:
         raise RunError(
             f"{len(failed)} of {of} tasks failed: {', '.join(map(str, failed))}; task {first}: {error}; rerun to retry"
         )
-
-
-def _engine(config: ExtractConfig) -> type[pool.Workers | ray_engine.Workers]:
-    return ray_engine.Workers if config.engine == "ray" else pool.Workers
 
 
 def _prepared(cache: Path, settings: dict[str, Any], old: manifest.Manifest | None) -> plans.Plan:

@@ -12,15 +12,15 @@ from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from dflash_offline.extract.checks import StatesError
 from dflash_offline.extract.config import ExtractConfig
-from dflash_offline.extract.task import Done
 from dflash_offline.shards.errors import UsageError
 
+# A parent that imports this waits for nothing heavy.
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from dflash_offline.extract.runner import Runner
+    from dflash_offline.extract.task import Done
 
 CALIBRATE = -1
 """Task number of the codec calibration, which comes before all others."""
@@ -33,7 +33,7 @@ class Report:
     """What a worker says: a task is done, or failed. In between it says None for rows done."""
 
     number: int
-    done: Done | None = None
+    done: "Done | None" = None
     error: str = ""
     fatal: Literal["", "usage", "run"] = ""
     """Every worker would fail alike, by the user's input or while running."""
@@ -67,6 +67,7 @@ def serve(connection: "Connection") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     import torch
+    import transformers.modeling_utils  # noqa: F401
 
     from dflash_offline.extract.runner import Loading, Runner, begin_loading, start_runner
     from dflash_offline.extract.task import calibrate, run_task
@@ -144,7 +145,7 @@ def _tell(
     runner: "Runner",
     device: str,
     broken: threading.Event,
-    done: Future[Done],
+    done: "Future[Done]",
 ) -> None:
     if error := done.exception():
         if _of_device(error, device):
@@ -156,6 +157,8 @@ def _tell(
 
 def failure(number: int, error: BaseException, device: str) -> Report:
     """What the parent is told of an error."""
+    from dflash_offline.extract.checks import StatesError
+
     if isinstance(error, UsageError):
         return Report(number=number, error=str(error), fatal="usage")
     if isinstance(error, StatesError):

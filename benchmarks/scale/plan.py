@@ -2,9 +2,9 @@
 
     python benchmarks/scale/plan.py [--gpus 8] [--scale FILE.json] [--extract FILE.json] [--extract-rate N] ...
 
-Rates not given are read: training and what several GPUs make of one from a result of run.py here, extraction of one GPU
-from benchmarks/extract (of a --scale of your own, from that), coders from benchmarks/codecs. Extraction was timed with
-one codec, and a GPU's rate is taken for all of them: writing cost 0.6 % with lossless. The tables are those of
+Rates not given are read: what several GPUs extract from a result of run.py here, training on one and two and what one
+extracts from benchmarks/train and extract (of a --scale of your own, from that), coders from benchmarks/codecs. A GPU's
+rate was timed with one codec and is taken for all of them: writing cost 0.6 % with lossless. The tables are those of
 docs/scale.md.
 """
 
@@ -26,8 +26,8 @@ from dflash_offline.train.plan import make_plan
 
 HERE = Path(__file__).resolve().parents[1]
 LAYERS, HIDDEN, ROW, ANCHORS = 5, 5120, 3072, 512
-SCALE = "scale/2026-11-30.json"
-"""Measured on one and two GPUs: what is taken where --scale does not tell."""
+SCALE, TRAIN = "scale/2026-11-30.json", "train/2026-11-30-two.json"
+"""Extraction and training on one and two GPUs: what is taken where --scale does not tell."""
 COPIED = {"bf16": 2.0, "lossless": 2.0, "fp8": 1.0, "ecsq": 1.0}
 """Bytes a value in the planes that go to the GPU; ecsq's are half from a step of 0.7 on."""
 
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1.73e9, help="of the drafter")
     args = parser.parse_args()
     own = json.loads(args.scale.read_text()) if args.scale else {}
-    told = read(SCALE) | own
+    told = read(SCALE) | {"training": read(TRAIN)["training"]} | own
     found = run.summary(told)
     places = [part for name, part in found.items() if name.startswith("extraction to")]
     if not places or len(found.get("training", ())) < 2:
