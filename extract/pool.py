@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -136,6 +137,7 @@ class Workers:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs,), daemon=True)
         # Ctrl-C reaches the whole group and the parent decides; a child inherits the block from its first instruction.
+        resource_tracker.ensure_running()  # else the first start begins it, and that lifts the block
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -47,18 +47,19 @@ class Workers:
     """As pool.Workers; none is ahead."""
 
     def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise UsageError("engine is ray, which is not installed; pip install ray") from None
-        self._ray: Any = ray
-        self._ours = not ray.is_initialized()
+        self._ours = False
 
     def __enter__(self) -> "Workers":
         return self
 
     def begin(self, config: ExtractConfig, layers: tuple[int, ...], devices: Sequence[str]) -> None:
         """Say what they are for. `devices` says how many; on GPUs Ray gives each a GPU of its own."""
+        try:
+            import ray
+        except ImportError:
+            raise UsageError("engine is ray, which is not installed; pip install ray") from None
+        self._ray: Any = ray
+        self._ours = not ray.is_initialized()
         self._given, self._devices = (config, layers), devices
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from dflash_offline.extract import kernels, pool, preflight, ray_engine, roots
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.checks import is_drawn
-from dflash_offline.extract.config import ExtractConfig
+from dflash_offline.extract.config import DataConfig, ExtractConfig
 from dflash_offline.extract.events import Events
 from dflash_offline.extract.forecast import dry_run
 from dflash_offline.extract.intake import make_plan
@@ -73,7 +73,7 @@ def extract(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None
         _clean(config)
         if old is None or not old.complete:
-            workers.begin(config, layers, devices)
+            workers.begin(_without_data(config), layers, devices)
         try:
             return _extract(config, settings, target, renderer, layers, devices, task_tokens, old, workers)
         finally:
@@ -104,12 +104,13 @@ def _extract(
         say(f"{config.cache}: nothing to do, all {sum(t.samples for t in plan.tasks)} samples are there")
         return 0
     if old is not None and old.complete:
-        workers.begin(config, layers, devices)
+        workers.begin(_without_data(config), layers, devices)
     preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
     if share and old is not None:
         draft = old
     else:
-        copied = _copied(config.cache, target, renderer, old)
+        known = old.target["copied"].get("target.safetensors", "") if old else ""
+        copied = write_target_folder(target, renderer.tokenizer, config.cache / TARGET_FOLDER, known)
         draft = _draft(config, settings, target, renderer, layers, plan, copied, old.kernels if old else "")
     if config.task_slice == "prepare":
         todo = []
@@ -120,6 +121,8 @@ def _extract(
         try:
             if todo or calibrate:
                 _all_done(workers.run(plan.tasks, todo, calibrate, progress.note, events), len(plan.tasks))
+                workers.end()  # what follows needs no device
+                _clean(config)
             lost = progress.lost if config.task_slice else _finish(config, progress.draft, plan, target, old)
         except pool.Interrupted as signal:
             (number,) = signal.args
@@ -134,6 +137,11 @@ def _extract(
     what = what or f"complete, {sum(t.samples for t in plan.tasks)} samples"
     say(f"{config.cache}: {what}; this run: {progress.summary()}")
     return 3 if lost else 0
+
+
+def _without_data(config: ExtractConfig) -> ExtractConfig:
+    """For workers, which read the plan: the names of thousands of files would fill a pipe."""
+    return replace(config, data=DataConfig())
 
 
 def _all_done(failed: dict[int, str], of: int) -> None:
@@ -181,25 +189,13 @@ def _task_tokens(config: ExtractConfig, values: int) -> int:
 
 def _is_whole(cache: Path, info: manifest.Manifest, plan: plans.Plan) -> bool:
     """The cache is complete, of this very plan, and nothing beside its shards is lost or damaged."""
-    files = {CODEC_FILE: info.codec.calibration, index.NAME: info.index.get("xxh3")}
+    copied = {f"{TARGET_FOLDER}/{name}": digest for name, digest in info.target["copied"].items()}
+    files = {CODEC_FILE: info.codec.calibration, index.NAME: info.index.get("xxh3"), **copied}
     return (
         info.complete
         and (info.dataset["rows"], info.dataset["skipped"]) == (plan.rows, plan.skipped)
-        and _are_there(cache, files)
-        and _are_there(cache / TARGET_FOLDER, info.target["copied"])
+        and all((cache / name).is_file() and file_hash(cache / name) == digest for name, digest in files.items())
     )
-
-
-def _copied(cache: Path, target: Target, renderer: Renderer, old: manifest.Manifest | None) -> dict[str, str]:
-    """The hash of every file of the target's folder, which is written unless an earlier run did."""
-    before: dict[str, str] = old.target["copied"] if old else {}
-    if before and _are_there(cache / TARGET_FOLDER, before):
-        return before
-    return write_target_folder(target, renderer.tokenizer, cache / TARGET_FOLDER)
-
-
-def _are_there(folder: Path, files: dict[str, Any]) -> bool:
-    return all((folder / name).is_file() and file_hash(folder / name) == digest for name, digest in files.items())
 
 
 def _is_calibrated(cache: Path, old: manifest.Manifest | None) -> bool:

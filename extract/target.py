@@ -8,12 +8,13 @@ keep their random initial values are the worst fault this tool could have.
 import json
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +36,8 @@ PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _SAMPLED_BYTES = 1 << 14
 _READERS = 8
 """Files of weights read at once."""
+_alone = threading.Lock()
+"""One tensor at a time exists in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +277,8 @@ def _tensors(
                 tensor = handle.get_tensor(name)
                 if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
                     scale = name + fp8.SCALE  # often in another file
-                    with safe_open(target.folder / target.weight_map[scale], "pt", device=str(device)) as scales:
+                    where = target.folder / target.weight_map[scale]
+                    with safe_open(where, "pt", device=str(device)) as scales, _alone:
                         tensor = fp8.dequantise(name, tensor, scales.get_tensor(scale), target.block).to(dtype)
                 yield name, tensor
 
@@ -326,18 +330,32 @@ def head_names(target: Target) -> dict[str, str]:
     return names
 
 
-def write_target_folder(target: Target, tokenizer: Any, folder: Path) -> dict[str, str]:
+def write_target_folder(target: Target, tokenizer: Any, folder: Path, known: str = "") -> dict[str, str]:
     """Copy what training and evaluation need of the target: embedding, head, final norm, configuration, tokenizer.
 
-    Returns the hash of every file written.
+    `known`: the hash of tensors that an earlier run may have written. Returns the hash of every file.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(exist_ok=True)
-    wanted = head_names(target)
-    loaded = dict(_tensors(target, list(wanted.values()), "cpu", torch.bfloat16))
-    with atomic_file(folder / "target.safetensors") as file:  # by its name: gigabytes are not copied first
-        save_file({short: loaded[name].to(torch.bfloat16).contiguous() for short, name in wanted.items()}, file.name)
+    tensors = folder / "target.safetensors"
+    if not (known and tensors.is_file() and file_hash(tensors) == known):
+        wanted = head_names(target)
+        loaded = dict(_tensors(target, list(wanted.values()), "cpu", torch.bfloat16))
+        with atomic_file(tensors) as file:
+            _save({short: loaded[name].to(torch.bfloat16) for short, name in sorted(wanted.items())}, file)
     target.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def _save(tensors: dict[str, Tensor], file: BinaryIO) -> None:
+    """bf16 tensors as safetensors' own `save` has them, which copies all of them first: five gigabytes here."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    file.write(struct.pack("<Q", len(raw)) + raw)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)

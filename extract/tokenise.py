@@ -25,6 +25,7 @@ from dflash_offline.extract.dataset import Row, SkipRow, field_names, read_row, 
 from dflash_offline.extract.plan import SCHEMA
 from dflash_offline.extract.render import MASK_RULE, Rendered, Renderer, render_all
 from dflash_offline.extract.sources import Chunk
+from dflash_offline.extract.worker import end_with_parent
 from dflash_offline.shards.errors import RunError
 from dflash_offline.shards.files import atomic_file
 from dflash_offline.shards.keys import eligible_anchors, prompt_key, sample_key
@@ -104,16 +105,9 @@ def _start(*state: Any) -> None:
     """A process's first steps. Ctrl-C reaches the whole group, and the parent decides."""
     global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _state = state
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _work(chunk: Chunk) -> pa.RecordBatch:

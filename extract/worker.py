@@ -1,5 +1,6 @@
 """A worker: one process, one device, one loaded target; tasks in, reports out, over a pipe."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -65,7 +66,7 @@ class Stage:
 def serve(connection: "Connection") -> None:
     """A worker's whole life. Before all tasks it is told `Order`; until then it imports what any order needs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
     import transformers.modeling_utils  # noqa: F401
 
@@ -97,30 +98,32 @@ def serve(connection: "Connection") -> None:
             send(None)
 
     runner: Runner | None = None
-    loading: Loading | None = None
-    failed: Exception | None = None
-    try:
-        loading = begin_loading(config, layers, where)
-        if order.ahead:
-            runner = start_runner(config, layers, where, beat, loading)
-    except Exception as error:  # told as that of the first task
-        failed = error
-    # After an error of its own a device may fail at everything until a new process opens it.
+    loading: list[Loading] = []  # at most one; whoever takes it out alone has it, so an error keeps no weights
+    ahead: Report | None = None
     broken = threading.Event()
-    while not broken.is_set():
+    """After an error of its own a device may fail at everything until a new process opens it."""
+    try:
+        loading.append(begin_loading(config, layers, where))
+        if order.ahead:
+            runner = start_runner(config, layers, where, beat, loading.pop())
+    except Exception as error:  # told as that of the first task
+        ahead = failure(CALIBRATE, error, device)
+        if _of_device(error, device):
+            broken.set()
+    while ahead or not broken.is_set():
         try:
             if not connection.poll(0.5):
                 continue
             number, task = connection.recv()
         except (EOFError, ConnectionError):
             return
+        if ahead:
+            send(replace(ahead, number=number))
+            ahead = None
+            continue
         try:
-            if failed is not None:
-                told, failed = failed, None
-                raise told
             if runner is None:
-                loading, begun = None, loading
-                runner = start_runner(config, layers, where, beat, begun)
+                runner = start_runner(config, layers, where, beat, loading.pop() if loading else None)
             if number == CALIBRATE:
                 calibrate(runner, config.cache, task)
                 send(Report(number=number, kernels=runner.kernels, probe=runner.probe))
@@ -171,7 +174,9 @@ def failure(number: int, error: BaseException, device: str) -> Report:
     return Report(number=number, error=f"{type(error).__name__}: {error}")
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+def end_with_parent() -> None:
+    """Wait for the parent's end, however early it came, and leave with it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from runs import arguments, command, copy_without_shards, extract, states, tree
+from safetensors.torch import load_file, save
 from targets import write_chats, write_rows, write_target
 from transformers import AutoModelForCausalLM
 
@@ -42,11 +43,13 @@ def test_a_rerun_does_nothing(site: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in (site / "cache").rglob("*") if p.name != ".lock"} == before
 
 
-def test_the_target_s_folder_is_written_once(site: Path, tmp_path: Path) -> None:
-    """A run that goes on keeps it, gigabytes of a large target, unless it is damaged."""
+def test_the_target_s_tensors_are_written_once(site: Path, tmp_path: Path) -> None:
+    """A run that goes on keeps them, gigabytes of a large target, unless they are damaged; as safetensors has them."""
     copy_without_shards(site, tmp_path / "c")
     written = tmp_path / "c" / "target" / "target.safetensors"
     raw, at = written.read_bytes(), written.stat().st_mtime_ns
+    assert raw == save(load_file(written))
+    assert (site / "cache/target/target.safetensors").stat().st_mode == (site / "cache/manifest.json").stat().st_mode
     for damaged in (False, True):
         if damaged:
             written.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from runs import arguments, command, copy_without_shards, extract, tree, warm
 from targets import write_chats, write_rows
 
-from dflash_offline.extract import events, forecast, plan, pool, run, worker
+from dflash_offline.extract import events, forecast, plan, pool, run, runner, worker
 from dflash_offline.extract.config import ExtractConfig, TargetConfig
 from dflash_offline.extract.progress import Progress
 from dflash_offline.extract.runner import Runner, start_runner
@@ -207,6 +208,50 @@ def test_no_child_outlives_a_signal(
     assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143}[signals[0]]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_child_outlives_its_parent_s_imports(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int
+) -> None:
+    """B97: while both import. Ctrl-C reaches the whole group, and nobody prints where it was."""
+    process = start(**{"target.path": tmp_path})  # which is refused, seconds later
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found = until(process, lambda: listed.read_text().split())
+    time.sleep(0.3)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+    _, err = process.communicate(timeout=25)
+    deadline = time.monotonic() + 5
+    while any(alive(int(pid)) for pid in found) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(int(pid)) for pid in found)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_an_error_before_there_was_a_task_costs_one_attempt(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """The first worker's weights cannot be read, and then they can."""
+    (tmp_path / "left").write_text(str(failures))
+    monkeypatch.setattr(pool, "serve", partial(_serve_badly, tmp_path / "left"))
+    done = extract(*arguments(site, tmp_path / "c"))
+    assert done.returncode == 0, done.stderr
+    told = [e for e in events.read(tmp_path / "c") if e["event"] == "failed"]
+    assert [e["attempt"] for e in told] == [1, 2][:failures] and all("gone for now" in e["error"] for e in told)
+
+
+def _serve_badly(left: Path, connection: Any) -> None:
+    plain = runner.load_decoder
+
+    def load(*given: Any) -> Any:
+        if failures := int(left.read_text()):
+            left.write_text(str(failures - 1))
+            raise OSError(5, "gone for now")
+        return plain(*given)
+
+    runner.load_decoder = load  # type: ignore[assignment]
+    worker.serve(connection)
+
+
 def test_sigterm_at_the_very_start(start: Callable[..., subprocess.Popen[str]], tmp_path: Path, site: Path) -> None:
     """B96: before there is anything to save."""
     process = start()
@@ -251,10 +296,10 @@ def test_long_samples_that_do_not_fit_into_memory_are_skipped(site: Path, tmp_pa
     found = plan.read(tmp_path / "c")
     assert found is not None
     config = ExtractConfig(target=TargetConfig(path=str(site / "t")), cache=tmp_path / "c")
-    runner = start_runner(config, (1, 2, 3, 4, 5), CPU)
+    loaded = start_runner(config, (1, 2, 3, 4, 5), CPU)
     lengths = sorted(len(s.input_ids) for s in plan.load_task(tmp_path / "c", found.tasks[0]))
     limit = lengths[-3]
-    done = run_task(replace(runner, capture=Tight(runner, limit)), tmp_path / "c", 0, found.tasks[0]).result()
+    done = run_task(replace(loaded, capture=Tight(loaded, limit)), tmp_path / "c", 0, found.tasks[0]).result()
     assert (done.samples, done.skipped) == (len(lengths) - 2, 2)
     skips = [json.loads(line) for line in (tmp_path / "c/shards/00000000.skipped.jsonl").read_text().splitlines()]
     assert [s["reason"] for s in skips] == ["oom", "oom"]
