@@ -41,7 +41,7 @@ class _Worker:
     """Given and not yet reported."""
     heard: float
     """When it last made progress or was given work after it had none."""
-    began_at: float
+    started: float
     """Unix seconds of its start."""
     began: bool = False
     """It has done a row."""
@@ -142,7 +142,7 @@ class Workers:
         process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._workers[ours] = _Worker(process=process, slot=0, tasks=[], heard=time.monotonic(), began_at=time.time())
+        self._workers[ours] = _Worker(process=process, slot=0, tasks=[], heard=time.monotonic(), started=time.time())
         return ours
 
     def _order(self, connection: Connection, slot: int, ahead: bool) -> None:
@@ -171,7 +171,7 @@ class Workers:
         held = calibrate or devices[0].startswith("cuda")
 
         def told(worker: _Worker) -> None:
-            since, device = round(worker.began_at, 3), devices[worker.slot]
+            since, device = round(worker.started, 3), devices[worker.slot]
             events("worker", worker=worker.process.pid, device=device, since=since)
 
         def start(slot: int, ahead: bool) -> None:
