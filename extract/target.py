@@ -218,7 +218,7 @@ def _skeleton(target: Target, last_layer: int, attention: str) -> nn.Module:
 def load_decoder(
     target: Target, last_layer: int, device: torch.device, dtype: torch.dtype, attention: str
 ) -> nn.Module:
-    """Build layers 0..last_layer and load them. Peak memory is the weights alone.
+    """Build layers 0..last_layer and load them. Peak memory is the weights alone, and of FP8 one tensor in fp32.
 
     With bfloat16 each tensor keeps its stored type (fp32 decay parameters stay fp32; FP8 becomes bfloat16); with
     float32 all are cast.

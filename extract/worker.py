@@ -1,5 +1,6 @@
 """A worker: one process, one device, one loaded target; tasks in, reports out, over a pipe."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -98,7 +99,7 @@ def serve(connection: "Connection") -> None:
             send(None)
 
     runner: Runner | None = None
-    loading: list[Loading] = []  # at most one; whoever takes it out alone has it, so an error keeps no weights
+    loading: list[Loading] = []  # at most one, to be taken out by whoever uses it
     ahead: Report | None = None
     broken = threading.Event()
     """After an error of its own a device may fail at everything until a new process opens it."""
@@ -123,6 +124,7 @@ def serve(connection: "Connection") -> None:
             continue
         try:
             if runner is None:
+                gc.collect()  # an error of an earlier start holds itself, and so the weights it had loaded
                 runner = start_runner(config, layers, where, beat, loading.pop() if loading else None)
             if number == CALIBRATE:
                 calibrate(runner, config.cache, task)

@@ -64,8 +64,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             _may_die("fsync", path)
             os.fsync(file.fileno())
         publish(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 
