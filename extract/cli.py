@@ -1,5 +1,7 @@
 """The command line of `dflash-extract`. Imports nothing heavy before a command runs."""
 
+import signal
+
 from dflash_offline.extract.config import AuditConfig, ExtractConfig, PreviewConfig, StatusConfig
 from dflash_offline.shards import command
 
@@ -11,8 +13,12 @@ def _run(argv: list[str]) -> int:
     from dflash_offline.extract.pool import workers
 
     with workers(config) as ahead:
-        from dflash_offline.extract.run import extract  # takes seconds, in which a worker imports too
-
+        # Ctrl-C waits: a library whose import is broken off may swallow it, and then fail at being imported again.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            from dflash_offline.extract.run import extract  # takes seconds, in which a worker imports too
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return extract(config, ahead)
 
 
