@@ -118,6 +118,8 @@ class Loading:
     target: Target
     kernels: str
     """Those installed for it."""
+    captured: tuple[int, ...]
+    hybrid: bool
     model: Future[Any]
 
 
@@ -128,11 +130,12 @@ def begin_loading(config: ExtractConfig, layers: Sequence[int], device: torch.de
     hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
     used = kernels.install(target.config, device, config.allow_slow, hybrid)  # before modules look them up
     attention = kernels.PACKED_ATTENTION if config.batching == "packed" else "sdpa"
-    last, dtype = max(_captured(config, target, layers)), compute_dtype(config, device)
+    captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
+    dtype = compute_dtype(config, device)
     pool = ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,))
-    model = pool.submit(load_decoder, target, last, device, dtype, attention)
+    model = pool.submit(load_decoder, target, max(captured), device, dtype, attention)
     pool.shutdown(wait=False)
-    return Loading(target=target, kernels=used, model=model)
+    return Loading(target=target, kernels=used, captured=captured, hybrid=hybrid, model=model)
 
 
 def start_runner(
@@ -149,7 +152,7 @@ def start_runner(
     kernels.own(device)
     beat(f"loading {config.target.path}")
     loading = loading or begin_loading(config, layers, device)
-    target, captured = loading.target, _captured(config, loading.target, layers)
+    target, captured = loading.target, loading.captured
     found: dict[str, list[float]] = {}
     if config.guard.probe and kernels.has_delta_rule(target.model_type):
         # Beside the loading: it needs no weights, and compiles for half a minute where nothing is compiled yet.
@@ -159,8 +162,9 @@ def start_runner(
     beat(f"loaded; {loading.kernels}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None
-    hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
-    capture = HybridCapture(model, captured, device) if hybrid else Capture(model, captured, config.batching, device)
+    capture = (
+        HybridCapture(model, captured, device) if loading.hybrid else Capture(model, captured, config.batching, device)
+    )
     if stock is not None:
         found |= checks.probe(capture, stock, captured, target.config.vocab_size)
         beat("probed: its states are the stock model's")
@@ -175,10 +179,6 @@ def start_runner(
         probe=found,
         beat=beat,
     )
-
-
-def _captured(config: ExtractConfig, target: Target, layers: Sequence[int]) -> tuple[int, ...]:
-    return (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
 
 
 def compute_dtype(config: ExtractConfig, device: torch.device) -> torch.dtype:

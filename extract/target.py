@@ -337,14 +337,15 @@ def write_target_folder(target: Target, tokenizer: Any, folder: Path, known: str
     """
     folder.mkdir(exist_ok=True)
     tensors = folder / "target.safetensors"
-    if not (known and tensors.is_file() and file_hash(tensors) == known):
+    kept = bool(known) and tensors.is_file() and file_hash(tensors) == known
+    if not kept:
         wanted = head_names(target)
         loaded = dict(_tensors(target, list(wanted.values()), "cpu", torch.bfloat16))
         with atomic_file(tensors) as file:
             _save({short: loaded[name].to(torch.bfloat16) for short, name in sorted(wanted.items())}, file)
     target.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return {p.name: file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
+    return {p.name: known if kept and p == tensors else file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
 
 
 def _save(tensors: dict[str, Tensor], file: BinaryIO) -> None:

@@ -100,7 +100,7 @@ def serve(connection: "Connection") -> None:
 
     runner: Runner | None = None
     loading: list[Loading] = []  # at most one, to be taken out by whoever uses it
-    ahead: Report | None = None
+    failed: Report | None = None
     broken = threading.Event()
     """After an error of its own a device may fail at everything until a new process opens it."""
     try:
@@ -108,19 +108,19 @@ def serve(connection: "Connection") -> None:
         if order.ahead:
             runner = start_runner(config, layers, where, beat, loading.pop())
     except Exception as error:  # told as that of the first task
-        ahead = failure(CALIBRATE, error, device)
+        failed = failure(CALIBRATE, error, device)
         if _of_device(error, device):
             broken.set()
-    while ahead or not broken.is_set():
+    while failed or not broken.is_set():
         try:
             if not connection.poll(0.5):
                 continue
             number, task = connection.recv()
         except (EOFError, ConnectionError):
             return
-        if ahead:
-            send(replace(ahead, number=number))
-            ahead = None
+        if failed:
+            send(replace(failed, number=number))
+            failed = None
             continue
         try:
             if runner is None:
