@@ -44,7 +44,9 @@ def audit(config: AuditConfig) -> int:
         )
     device = torch.device(chosen_device(config.device))
     run = ExtractConfig(
-        target=TargetConfig(path=str(target.folder), dtype=settings["target.dtype"]),
+        target=TargetConfig(
+            path=str(target.folder), dtype=settings["target.dtype"], fp8=settings.get("target.fp8", "dequantise")
+        ),
         batching=settings["batching"],
         last_hidden=info.last_hidden,
         allow_slow=config.allow_slow,

@@ -8,6 +8,7 @@ Legend: T tokens, P tokens of a row, L captured layers, D hidden, B batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -17,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dflash_offline.extract import kernels
+from dflash_offline.extract import fp8, kernels
 from dflash_offline.shards.calibration import Calibrated
 from dflash_offline.shards.errors import RunError, UsageError
 from dflash_offline.shards.frames import FRAME_TOKENS, decode_frame, spans
@@ -172,6 +173,30 @@ def check_rule(config: Any, device: torch.device, dtype: torch.dtype) -> float:
         raise UsageError(
             f"the delta rule's kernel is {distance:.2%} away from transformers' reference, {RULE:.0%} is the most; "
             "install other versions of flash-linear-attention and triton, and report this"
+        )
+    return distance
+
+
+@torch.inference_mode()
+def check_product(block: tuple[int, int], device: torch.device, dtype: torch.dtype) -> float:
+    """Relative distance of a product in FP8 from the same in fp32, which the stock model's own cannot tell either.
+
+    Raises UsageError beyond RULE, and where torch refuses it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = 2 * block[0], 8 * block[1]
+    x_PI = torch.randn(PROBE_LENGTHS[-1], columns, generator=generator).to(dtype)
+    values_OI = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+    matrix = fp8.Matrix(values_OI=values_OI, scale=torch.rand(2, 8, generator=generator) + 0.5, block=block)
+    there = replace(matrix, values_OI=values_OI.to(device), scale=matrix.scale.to(device))
+    try:
+        found_PO = fp8.product(x_PI.to(device), there)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise UsageError(f"target.fp8 is native, and torch says: {error}; use --target.fp8 dequantise") from error
+    (distance,) = relative(fp8.product(x_PI.float(), matrix)[:, None], found_PO.cpu()[:, None])
+    if not distance <= RULE:
+        raise UsageError(
+            f"a product in FP8 is {distance:.2%} away from fp32; use --target.fp8 dequantise, and report this"
         )
     return distance
 

@@ -24,6 +24,8 @@ class TargetConfig:
     """How many layers the rule picks when `layers` is empty."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto is bfloat16 on a GPU and float32 on the CPU. States are stored from bfloat16."""
+    fp8: Literal["dequantise", "native"] = "dequantise"
+    """How a checkpoint in FP8 is multiplied: in the compute type, or native, in FP8 as a server does (Hopper GPUs)."""
 
     def __post_init__(self) -> None:
         if self.features < 1:

@@ -9,15 +9,17 @@ Legend: P tokens of the row, L captured layers, D hidden; see hybrid_plain.py fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_offline.extract import kernels
+from dflash_offline.extract import fp8, kernels
 
 LENGTH_STEP = 128
+Weight = Tensor | fp8.Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,11 @@ class Layer:
     """Full attention; else a gated delta rule."""
     before: Tensor
     after: Tensor
-    project: Tensor
+    project: list[Weight]
     """All projections of the mixer's input: [q and gate | k | v], or [q k v | z | b | a]."""
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
+    out: Weight
+    gate_up: list[Weight]
+    down: Weight
     mixer: Any
 
 
@@ -70,14 +72,14 @@ class HybridCapture:
         eps: float = self.config.rms_norm_eps
         with kernels.boundaries(lengths, self._device):
             for i, layer in enumerate(self._layers):
-                proj_P = F.linear(self._ops.norm(x_PD, layer.before, eps), layer.project)
+                proj_P = _products(self._ops.norm(x_PD, layer.before, eps), layer.project)
                 if layer.attention:
                     mixed_PC = self._attend(layer, proj_P, lengths, lent, cos[0], sin[0])
                 else:
                     mixed_PC = self._recur(layer, proj_P, place_P)
-                x_PD.addmm_(mixed_PC, layer.out.t())
-                gate_up = F.linear(self._ops.norm(x_PD, layer.after, eps), layer.gate_up)
-                x_PD.addmm_(self._ops.swiglu(gate_up), layer.down.t())
+                _add_product(x_PD, mixed_PC, layer.out)
+                gate_up = _products(self._ops.norm(x_PD, layer.after, eps), layer.gate_up)
+                _add_product(x_PD, self._ops.swiglu(gate_up), layer.down)
                 for place in (n for n, wanted in enumerate(self._wanted) if wanted == i):
                     states_PLD[:, place] = x_PD
         return states_PLD
@@ -131,6 +133,20 @@ def _lent(lengths: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
+def _products(x_PI: Tensor, weights: Sequence[Weight]) -> Tensor:
+    """x times each of `weights`, side by side."""
+    parts = [F.linear(x_PI, w) if isinstance(w, Tensor) else fp8.product(x_PI, w) for w in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _add_product(x_PD: Tensor, y_PI: Tensor, weight: Weight) -> None:
+    """The residual, which cuBLAS adds in the same pass where it can."""
+    if isinstance(weight, Tensor):
+        x_PD.addmm_(y_PI, weight.t())
+    else:
+        x_PD += fp8.product(y_PI, weight)
+
+
 def _take(layer: Any) -> Layer:
     """The layer's weights, those that are joined as one tensor; the layer gives them up."""
     names: tuple[str, ...]
@@ -148,15 +164,23 @@ def _take(layer: Any) -> Layer:
         before=layer.input_layernorm.weight,
         after=layer.post_attention_layernorm.weight,
         project=_join(part, names),
-        out=getattr(part, out).weight,
+        out=_weight(getattr(part, out)),
         gate_up=_join(layer.mlp, ("gate_proj", "up_proj")),
-        down=layer.mlp.down_proj.weight,
+        down=_weight(layer.mlp.down_proj),
         mixer=mixer,
     )
 
 
-def _join(module: nn.Module, names: Sequence[str]) -> Tensor:
-    joined = torch.cat([getattr(module, name).weight for name in names])
+def _weight(module: Any) -> Weight:
+    return module.matrix() if isinstance(module, fp8.Linear) else module.weight
+
+
+def _join(module: nn.Module, names: Sequence[str]) -> list[Weight]:
+    """One weight, or one of each kind in turn: a checkpoint in FP8 leaves narrow projections as they were."""
+    joined: list[Weight] = []
+    for quantised, run in groupby((getattr(module, name) for name in names), lambda m: isinstance(m, fp8.Linear)):
+        parts = list(run)
+        joined.append(fp8.join([m.matrix() for m in parts]) if quantised else torch.cat([m.weight for m in parts]))
     for name in names:
         delattr(module, name)
     return joined

@@ -14,7 +14,8 @@ import torch
 from dflash_offline.extract import forecast, kernels
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
-from dflash_offline.extract.target import Target, loaded_bytes
+from dflash_offline.extract.target import Target
+from dflash_offline.extract.weights import loaded_bytes
 from dflash_offline.shards.command import say
 from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError

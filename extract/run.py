@@ -23,16 +23,9 @@ from dflash_offline.extract.progress import Progress
 from dflash_offline.extract.render import MASK_RULE, Renderer, open_renderer
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.sources import with_files
-from dflash_offline.extract.target import (
-    Target,
-    check,
-    full_hashes,
-    identity,
-    open_target,
-    tokenizer_facts,
-    write_target_folder,
-)
+from dflash_offline.extract.target import Target, full_hashes, identity, open_target, tokenizer_facts
 from dflash_offline.extract.task import codec_info, skips_path
+from dflash_offline.extract.weights import check, write_target_folder
 from dflash_offline.shards import codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, claim, finish, is_done
 from dflash_offline.shards.cache import TARGET_FOLDER
@@ -57,7 +50,7 @@ def extract(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -
     if not share:
         config = replace(config, data=with_files(config.data))
     devices = preflight.choose_devices(config)
-    target = open_target(config.target.path, config.target.revision)
+    target = open_target(config.target.path, config.target.revision, config.target.fp8)
     layers = choose_layers(config.target.layers, config.target.features, target.config.num_hidden_layers)
     check(target, max(layers), config.batching == "packed")
     renderer = open_renderer(target.folder, target.config.vocab_size, config.data)
@@ -212,6 +205,7 @@ def _settings(
         "target.weights": identity(target),
         "target.layers": list(layers),
         "target.dtype": str(compute_dtype(config, device)).removeprefix("torch."),
+        **({"target.fp8": "native"} if target.native else {}),
         "tokenizer": xxhash.xxh3_64_hexdigest(renderer.tokenizer.backend_tokenizer.to_str().encode()),
         "chat_template": xxhash.xxh3_64_hexdigest(str(renderer.tokenizer.chat_template).encode()),
         "chat_template.args": renderer.template_args,

@@ -17,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_offline.extract import checks, kernels
+from dflash_offline.extract import checks, fp8, kernels
 from dflash_offline.extract.checks import Watch
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.dataset import Skip
 from dflash_offline.extract.forward import Capture, batches
 from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.plan import Planned
-from dflash_offline.extract.target import Target, load_decoder, open_target
+from dflash_offline.extract.target import Target, open_target
+from dflash_offline.extract.weights import build_decoder, read_weights
 from dflash_offline.shards.errors import RunError
 from dflash_offline.shards.keys import last_positions
 
@@ -120,22 +121,22 @@ class Loading:
     """Those installed for it."""
     captured: tuple[int, ...]
     hybrid: bool
-    model: Future[Any]
+    weights: Future[dict[str, Tensor]]
 
 
 def begin_loading(config: ExtractConfig, layers: Sequence[int], device: torch.device) -> Loading:
-    """Open the configured target, install its kernels and load its weights in a thread. Raises UsageError."""
+    """Open the configured target, read its weights in a thread and install its kernels. Raises UsageError."""
     kernels.own(device)
-    target = open_target(config.target.path, config.target.revision)
-    hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
-    used = kernels.install(target.config, device, config.allow_slow, hybrid)  # before modules look them up
-    attention = kernels.PACKED_ATTENTION if config.batching == "packed" else "sdpa"
+    target = open_target(config.target.path, config.target.revision, config.target.fp8)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
-    dtype = compute_dtype(config, device)
     pool = ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,))
-    model = pool.submit(load_decoder, target, max(captured), device, dtype, attention)
+    weights = pool.submit(read_weights, target, max(captured), device, compute_dtype(config, device))
     pool.shutdown(wait=False)
-    return Loading(target=target, kernels=used, captured=captured, hybrid=hybrid, model=model)
+    hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
+    used = kernels.install(target.config, device, config.allow_slow, hybrid)  # its imports take seconds
+    if target.native:
+        used += f", products: {fp8.kernel(device, target.native)}"
+    return Loading(target=target, kernels=used, captured=captured, hybrid=hybrid, weights=weights)
 
 
 def start_runner(
@@ -158,7 +159,10 @@ def start_runner(
         # Beside the loading: it needs no weights, and compiles for half a minute where nothing is compiled yet.
         found["rule"] = [checks.check_rule(target.config, device, compute_dtype(config, device))]
         beat("the delta rule is compiled and right")
-    model = loading.model.result()
+    if config.guard.probe and target.native:
+        found["product"] = [checks.check_product(target.native, device, compute_dtype(config, device))]
+    attention = kernels.PACKED_ATTENTION if config.batching == "packed" else "sdpa"
+    model = build_decoder(target, max(captured), loading.weights.result(), device, attention)
     beat(f"loaded; {loading.kernels}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
     stock = checks.stock_states(model, captured, device) if config.guard.probe else None

@@ -11,6 +11,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from dflash_offline.extract.target import open_target
+from dflash_offline.extract.weights import build_decoder, read_weights
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|audio_start|>"]
 WORDS = [
     "red",
@@ -63,18 +66,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return out
 
 
-def model(family: str, seed: int = 0) -> Any:
-    """A random 8-layer causal LM in fp32, with weights large enough that layers differ."""
+def model(family: str, seed: int = 0, wide: int = 1) -> Any:
+    """A random 8-layer causal LM in fp32, with weights large enough that layers differ; all widths `wide` times."""
     torch.manual_seed(seed)
     common: dict[str, Any] = {
         "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        "hidden_size": 64 * wide,
+        "intermediate_size": 96 * wide,
         "num_hidden_layers": 8,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
-        "initializer_range": 0.1,
+        "head_dim": 16 * wide,
+        "initializer_range": 0.1 / wide**0.5,
         "bos_token_id": None,
         "eos_token_id": 2,
         "pad_token_id": None,
@@ -84,14 +87,14 @@ def model(family: str, seed: int = 0) -> Any:
             "rope_type": "default",
             "rope_theta": 1e7,
             "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
+            "mrope_section": [wide, wide, 0],
             "mrope_interleaved": True,
         }
         linear = {
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            "linear_key_head_dim": 16 * wide,
+            "linear_value_head_dim": 16 * wide,
         }
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **linear, rope_parameters=rope)).eval()
     if family == "qwen3":
@@ -99,9 +102,9 @@ def model(family: str, seed: int = 0) -> Any:
     return LlamaForCausalLM(LlamaConfig(**common)).eval()
 
 
-def write_target(folder: Path, family: str = "qwen3_5", prefix: str = "model.", seed: int = 0) -> Any:
+def write_target(folder: Path, family: str = "qwen3_5", prefix: str = "model.", seed: int = 0, wide: int = 1) -> Any:
     """Save a random target with its tokenizer; `prefix` starts the decoder's names. Returns the bf16-exact model."""
-    net = model(family, seed)
+    net = model(family, seed, wide)
     for p in net.parameters():
         p.data = p.data.bfloat16().float()
     # A copy: casting would also round the rotary tables, which a checkpoint does not hold.
@@ -117,6 +120,15 @@ def write_target(folder: Path, family: str = "qwen3_5", prefix: str = "model.", 
         save_file(tensors, path, metadata={"format": "pt"})
     tokenizer().save_pretrained(folder)
     return net
+
+
+def decoder(
+    folder: Path, last_layer: int, dtype: torch.dtype = torch.float32, attention: str = "sdpa", device: str = "cpu",
+    use: str = "dequantise",
+) -> Any:  # fmt: skip
+    """Layers 0..last_layer of a checkpoint, loaded as a worker loads them."""
+    target, where = open_target(str(folder), None, use), torch.device(device)
+    return build_decoder(target, last_layer, read_weights(target, last_layer, where, dtype), where, attention)
 
 
 def write_chats(path: Path, count: int, seed: int = 0) -> Path:

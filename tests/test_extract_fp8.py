@@ -10,12 +10,13 @@ import pytest
 import torch
 from runs import arguments, extract
 from safetensors.torch import load_file, save_file
-from targets import write_chats, write_target
-from test_extract_states import CPU, LAYERS, assert_same_bf16, capture, samples, stock
+from targets import decoder, write_chats, write_target
+from test_extract_states import LAYERS, assert_same_bf16, capture, samples, stock
 from torch import Tensor
 
 from dflash_offline.extract.fp8 import SCALE, dequantise
-from dflash_offline.extract.target import check, load_decoder, open_target
+from dflash_offline.extract.target import open_target
+from dflash_offline.extract.weights import check
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 
@@ -40,9 +41,11 @@ def is_matrix(name: str, tensor: Tensor) -> bool:
     return "layers." in name and tensor.dim() == 2
 
 
-def write_fp8(folder: Path, block: tuple[int, int], family: str = "qwen3_5", prefix: str = "model.") -> Any:
+def write_fp8(
+    folder: Path, block: tuple[int, int], family: str = "qwen3_5", prefix: str = "model.", wide: int = 1
+) -> Any:
     """A target in FP8, its tensors in two files. Returns the fp32 model whose weights are the dequantised ones."""
-    net = copy.deepcopy(write_target(folder, family, prefix))
+    net = copy.deepcopy(write_target(folder, family, prefix, wide=wide))
     path = folder / "model.safetensors"
     tensors, whole = load_file(path), dict(net.named_parameters())
     for name in [n for n in tensors if is_matrix(n, tensors[n])]:
@@ -75,7 +78,7 @@ def test_weights_are_the_product_rounded_once(tmp_path: Path, dtype: torch.dtype
     net = write_fp8(tmp_path / "t", (32, 48), prefix="model.language_model.")
     target = open_target(str(tmp_path / "t"), None)
     check(target, max(LAYERS), packed=True)
-    model = load_decoder(target, max(LAYERS), CPU, dtype, "sdpa")
+    model = decoder(tmp_path / "t", max(LAYERS), dtype)
     wanted = dict(net.model.named_parameters())
     for name, tensor in model.named_parameters():
         want = wanted[name].to(dtype) if is_matrix(name, tensor) or dtype == torch.float32 else wanted[name]

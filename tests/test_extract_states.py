@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from targets import write_target
+from targets import decoder, write_target
 
 from dflash_offline.extract import kernels
 from dflash_offline.extract.forward import Capture, batches
 from dflash_offline.extract.layers import choose_layers, layer_rule
-from dflash_offline.extract.target import check, identity, load_decoder, open_target
+from dflash_offline.extract.target import identity, open_target
+from dflash_offline.extract.weights import check
 from dflash_offline.shards.errors import UsageError
 
 LAYERS = (1, 3, 6)
@@ -32,7 +33,7 @@ def capture(folder: Path, batching: str = "packed", layers: tuple[int, ...] = LA
     target = open_target(str(folder), None)
     kernels.install(target.config, CPU, allow_slow=False)
     attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
-    model = load_decoder(target, max(layers), CPU, torch.float32, attention)
+    model = decoder(folder, max(layers), attention=attention)
     run = Capture(model, layers, batching, CPU)
     return lambda ids: list(run(ids).split([len(i) for i in ids]))
 

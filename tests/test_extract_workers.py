@@ -241,7 +241,7 @@ def test_an_error_before_there_was_a_task_costs_one_attempt(
 
 
 def _serve_badly(left: Path, connection: Any) -> None:
-    plain, before = runner.load_decoder, list[Any]()
+    plain, before = runner.read_weights, list[Any]()
 
     def load(*given: Any) -> Any:
         assert not any(tensor() is not None for tensor in before), "the weights of an earlier start are still there"
@@ -252,7 +252,7 @@ def _serve_badly(left: Path, connection: Any) -> None:
             raise OSError(5, "gone for now")
         return plain(*given)
 
-    runner.load_decoder = load  # type: ignore[assignment]
+    runner.read_weights = load  # type: ignore[assignment]
     worker.serve(connection)
 
 

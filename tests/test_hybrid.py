@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from targets import write_target
+from targets import decoder, write_target
 from test_extract_states import CPU, LAYERS, LENGTHS, samples, stock
 
 from dflash_offline.extract import kernels
 from dflash_offline.extract.hybrid import HybridCapture
-from dflash_offline.extract.target import load_decoder, open_target
+from dflash_offline.extract.target import open_target
+from dflash_offline.extract.weights import build_decoder, read_weights
 
 
 def test_states_equal_those_of_the_stock_model(tmp_path: Path) -> None:
@@ -20,7 +21,9 @@ def test_states_equal_those_of_the_stock_model(tmp_path: Path) -> None:
     net = write_target(tmp_path / "t", "qwen3_5")
     target = open_target(str(tmp_path / "t"), None)
     kernels.install(target.config, CPU, allow_slow=False)
-    model = load_decoder(target, max(LAYERS), CPU, torch.float32, kernels.PACKED_ATTENTION)
+    weights = read_weights(target, max(LAYERS), CPU, torch.float32)
+    model = build_decoder(target, max(LAYERS), weights, CPU, kernels.PACKED_ATTENTION)
+    assert not weights  # else all are there twice while they are merged
     capture = HybridCapture(model, LAYERS, CPU)
     assert not hasattr(model.layers[0].mlp, "gate_proj")  # taken, not copied
     found = capture(samples()).split(list(LENGTHS))
@@ -45,7 +48,7 @@ def test_packing_without_boundaries_is_not_the_same(tmp_path: Path, drop: str, m
     write_target(tmp_path / "t", "qwen3_5")
     target = open_target(str(tmp_path / "t"), None)
     kernels.install(target.config, CPU, allow_slow=False)
-    model = load_decoder(target, max(LAYERS), CPU, torch.float32, kernels.PACKED_ATTENTION)
+    model = decoder(tmp_path / "t", max(LAYERS), attention=kernels.PACKED_ATTENTION)
     capture = HybridCapture(model, LAYERS, CPU)
     want = capture(samples()).split(list(LENGTHS))
     if drop == "place":

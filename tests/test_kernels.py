@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BITS = pytest.mark.parametrize("script", ["kernel_bits.py", "loss_bits.py", "adamw_bits.py"])
+BITS = pytest.mark.parametrize("script", ["kernel_bits.py", "loss_bits.py", "adamw_bits.py", "fp8_bits.py"])
 
 
 def run(script: str, **environment: str) -> None:

@@ -22,14 +22,9 @@ from torch import Tensor
 
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.dataset import Skip, SkipRow
-from dflash_offline.extract.target import (
-    full_hashes,
-    identity,
-    open_target,
-    tokenizer_facts,
-    write_target_folder,
-)
+from dflash_offline.extract.target import full_hashes, identity, open_target, tokenizer_facts
 from dflash_offline.extract.task import CALIBRATION_TOKENS
+from dflash_offline.extract.weights import write_target_folder
 from dflash_offline.shards import calibration, codecs, index, manifest
 from dflash_offline.shards.build import SKIPPED, Entry, Part, build, claim
 from dflash_offline.shards.cache import TARGET_FOLDER

@@ -1,0 +1,134 @@
+"""FP8 multiplied by FP8: as servers do it, held to plain loops over blocks and groups."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import arguments, call, extract
+from targets import decoder, write_chats, write_target
+from test_extract_fp8 import is_matrix, write_fp8
+from test_extract_states import CPU, LAYERS, samples, stock
+from torch import Tensor, nn
+
+from dflash_offline.extract import checks, fp8, kernels
+from dflash_offline.extract.forward import Capture
+from dflash_offline.extract.hybrid import HybridCapture
+from dflash_offline.extract.target import open_target
+from dflash_offline.extract.weights import loaded_bytes
+from dflash_offline.shards.cache import Cache
+from dflash_offline.shards.errors import UsageError
+
+BLOCK = (32, 32)
+"""Of which the tiny target's matrices are whole, but for the narrow gates of the delta rule."""
+
+
+def rounded(x_PI: Tensor, columns: int) -> Tensor:
+    """By plain loops over tokens and groups: what is left of x in FP8."""
+    out_PI = torch.empty_like(x_PI)
+    for row, into in zip(x_PI, out_PI, strict=True):
+        for at in range(0, len(row), columns):
+            group = row[at : at + columns]
+            scale = max(float(group.abs().max()), 1e-10) / 448
+            into[at : at + columns] = (group / scale).to(torch.float8_e4m3fn).float() * scale
+    return out_PI
+
+
+def quantise_inputs(net: Any) -> None:
+    """The stock model with dequantised weights, whose whole matrices see their inputs as FP8 holds them."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Linear) and "layers." in name and fp8.is_whole(module.weight.shape, BLOCK):
+            module.register_forward_pre_hook(
+                lambda module, given: (rounded(given[0].flatten(0, -2), BLOCK[1]).view_as(given[0]),)
+            )
+
+
+def capture(folder: Path, use: str, batching: str = "packed") -> list[Tensor]:
+    target = open_target(str(folder), None, use)
+    kernels.install(target.config, CPU, allow_slow=False)
+    hybrid = batching == "packed" and kernels.has_delta_rule(target.model_type)
+    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
+    model = decoder(folder, max(LAYERS), attention=attention, use=use)
+    run = HybridCapture(model, LAYERS, CPU) if hybrid else Capture(model, LAYERS, batching, CPU)
+    return list(run(samples()).split([len(ids) for ids in samples()]))
+
+
+@pytest.mark.parametrize(("family", "batching"), [("qwen3_5", "packed"), ("qwen3_5", "padded"), ("qwen3", "packed")])
+def test_states_are_those_of_the_stock_model_with_rounded_inputs(tmp_path: Path, family: str, batching: str) -> None:
+    """But for a value here and there that another order of sums puts on the other side of a step of FP8."""
+    net = write_fp8(tmp_path / "t", BLOCK, family)
+    quantise_inputs(net)
+    found, plain = (capture(tmp_path / "t", use, batching) for use in ("native", "dequantise"))
+    for ids, got, dequantised in zip(samples(), found, plain, strict=True):
+        want_TLD = stock(net, ids)
+        assert max(checks.relative(want_TLD, got)) < 0.015  # bfloat16 alone is 0.002
+        assert min(checks.relative(want_TLD, dequantised)) > 0.04
+
+
+def test_a_product_is_the_sum_over_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_PI = torch.randn(7, 96, generator=generator)
+    values_OI = torch.randn(64, 96, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=generator) + 0.5
+    want_PO = torch.zeros(7, 64)
+    for a in range(2):
+        for b in range(3):
+            block = values_OI[a * 32 : a * 32 + 32, b * 32 : b * 32 + 32].float() * scale[a, b]
+            want_PO[:, a * 32 : a * 32 + 32] += rounded(x_PI, 32)[:, b * 32 : b * 32 + 32] @ block.t()
+    matrix = fp8.Matrix(values_OI=values_OI, scale=scale, block=BLOCK)
+    torch.testing.assert_close(fp8.product(x_PI, matrix), want_PO)
+    halves = [
+        fp8.Matrix(values_OI=values_OI[32 * a : 32 * a + 32], scale=scale[a : a + 1], block=BLOCK) for a in range(2)
+    ]
+    assert torch.equal(fp8.product(x_PI, fp8.join(halves)), fp8.product(x_PI, matrix))
+    assert fp8.product(x_PI.bfloat16(), matrix).dtype == torch.bfloat16
+
+
+def test_values_that_are_no_numbers_stay_so() -> None:
+    """Such samples must be skipped, not stored as if nothing had been."""
+    x_PI = torch.zeros(3, 64)
+    x_PI[0, 1], x_PI[1, 40] = torch.nan, torch.inf
+    matrix = fp8.Matrix(values_OI=torch.ones(32, 64).to(torch.float8_e4m3fn), scale=torch.ones(1, 2), block=BLOCK)
+    finite_PO = torch.isfinite(fp8.product(x_PI, matrix))
+    assert not finite_PO[:2].any() and finite_PO[2].all()
+
+
+def test_whole_matrices_stay_in_fp8(tmp_path: Path) -> None:
+    write_fp8(tmp_path / "t", BLOCK)
+    state = decoder(tmp_path / "t", max(LAYERS), use="native").state_dict()
+    small = {n for n, t in state.items() if t.dtype == torch.float8_e4m3fn}
+    matrices = {n for n, t in state.items() if is_matrix(n, t) and not n.endswith(fp8.SCALE)}
+    assert {n.split(".")[-2] for n in matrices - small} == {"in_proj_a", "in_proj_b"}
+    native, plain = (
+        loaded_bytes(open_target(str(tmp_path / "t"), None, use), max(LAYERS), torch.float32)
+        for use in ("native", "dequantise")
+    )
+    assert plain - native == 3 * sum(state[n].numel() for n in small)
+
+
+def test_a_cache_of_native_products_says_so(tmp_path: Path) -> None:
+    write_fp8(tmp_path / "t", BLOCK)
+    write_chats(tmp_path / "chats.jsonl", 6)
+    native = arguments(tmp_path, tmp_path / "c", **{"target.fp8": "native"})
+    done = extract(*native)
+    assert done.returncode == 0, done.stderr
+    info = Cache(tmp_path / "c").manifest
+    assert info.settings["target.fp8"] == "native" and "products: torch reference in fp8" in info.kernels
+    audited = call("audit", tmp_path / "c")
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    done = extract(*arguments(tmp_path, tmp_path / "c"))
+    assert done.returncode == 2 and "target.fp8 was 'native', now None" in done.stderr
+
+
+def test_a_target_that_is_not_in_fp8_is_refused(tmp_path: Path) -> None:
+    write_target(tmp_path / "t")
+    with pytest.raises(UsageError, match=r"target\.fp8 is native, but config\.json does not say"):
+        open_target(str(tmp_path / "t"), None, "native")
+
+
+def test_a_wrong_product_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fp8.product
+    assert checks.check_product((128, 128), CPU, torch.bfloat16) < 0.005
+    monkeypatch.setattr(fp8, "product", lambda x, m: right(x, m) * (1.03 if x.dtype == torch.bfloat16 else 1))
+    with pytest.raises(UsageError, match=r"a product in FP8 is .* away from fp32"):
+        checks.check_product((128, 128), CPU, torch.bfloat16)
