@@ -193,6 +193,7 @@ KINDS = {
     "norms": ("_norm",),
     "SwiGLU": ("_swiglu",),
     "attention": ("flash", "fmha", "sdpa"),
+    "to FP8": ("_to_fp8",),
     "encode": ("_quantise", "_collect"),
     "copies": ("Memcpy", "copy", "Memset", "fill", "Cat"),
 }
@@ -287,8 +288,9 @@ def measure(device: int, args: Any, barrier: Any, alone: bool, told: Connection)
         tell("tokens/s", turns | more)
     tell("peak GB", torch.cuda.max_memory_allocated() / 1e9)
     tell("sustained TFLOP/s", gemm_rate(4))
-    done = median(turns["shards"]) * GFLOP_PER_TOKEN / 1e3
-    tell("shards, of these rates", {name: done / result[f"{name} TFLOP/s"] for name in ("burst", "sustained")})
+    if args.pairs:
+        done = median(turns["shards"]) * GFLOP_PER_TOKEN / 1e3
+        tell("shards, of these rates", {name: done / result[f"{name} TFLOP/s"] for name in ("burst", "sustained")})
     if alone:
         tell("tokens of the splits", [task.tokens for task in tasks[:2]])
         tell("split, discard", split(lambda: turn(runner, work, tasks[:2], True)))
@@ -301,7 +303,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--devices", default="0")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "extract-bench")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="0: only the splits of one device")
     parser.add_argument("--codec", default=ExtractConfig.codec)
     parser.add_argument("--together-only", action="store_true", help="neither one device first, nor stock transformers")
     args = parser.parse_args()
