@@ -7,7 +7,8 @@ FP8: of the activations every token and group of 128 has its own scale, as in se
 Legend: P tokens, I and O input and output width, G groups of an input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,19 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 TINY = 1e-10
 """A group whose values are all smaller is scaled as if it held this."""
+_rounding = True
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Within the block products leave activations as they are: where a value falls on the other side of one of FP8's
+    steps, that would hide how two models differ otherwise."""
+    global _rounding
+    _rounding = False
+    try:
+        yield
+    finally:
+        _rounding = True
 
 
 def block_of(folder: object, whole: Any) -> tuple[int, int] | None:
@@ -52,17 +66,17 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 
 def dequantise(name: str, weight_OI: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """fp32 [O, I]. Raises UsageError for scales that are no scales and for values that are no numbers."""
-    weight_OI = _times(weight_OI, checked(name, scale), block)
-    if not bool(torch.isfinite(weight_OI).all()):
-        raise UsageError(f"{name}: holds NaN; fetch it again")
-    return weight_OI
+    return _times(weight_OI, checked(name, weight_OI, scale), block)
 
 
-def checked(name: str, scale: Tensor) -> Tensor:
-    """The scales of the weight `name`, in fp32. Raises UsageError for scales that are none."""
+def checked(name: str, weight_OI: Tensor, scale: Tensor) -> Tensor:
+    """The scales in fp32. Raises UsageError for scales that are no scales and for values that are no numbers."""
     scale = scale.float()
-    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
-        raise UsageError(f"{name}{SCALE}: holds {float(scale.min())}; expected finite scales above 0; fetch it again")
+    bad = scale[~((scale > 0) & torch.isfinite(scale * LARGEST))]
+    if len(bad):
+        raise UsageError(f"{name}{SCALE}: holds {float(bad[0])}; expected finite scales above 0; fetch it again")
+    if bool((weight_OI.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise UsageError(f"{name}: holds NaN; fetch it again")
     return scale
 
 
@@ -86,9 +100,9 @@ class Linear(nn.Module):
 
     def __init__(self, shape: tuple[int, int], block: tuple[int, int]) -> None:
         super().__init__()
-        values_OI, scale = torch.empty(shape, dtype=torch.float8_e4m3fn), torch.empty(scale_shape(shape, block))
+        values_OI = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
         self.weight = nn.Parameter(values_OI, requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.empty(scale_shape(shape, block), device="meta"), requires_grad=False)
         self._block = block
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +135,8 @@ def join(parts: Sequence[Matrix]) -> Matrix:
 
 def product(x_PI: Tensor, matrix: Matrix) -> Tensor:
     """[P, O] in x's type: x, quantised by groups of the block's columns, times the matrix. Sums are fp32."""
+    if not _rounding:
+        return F.linear(x_PI, _times(matrix.values_OI, matrix.scale, matrix.block).to(x_PI.dtype))
     if not x_PI.is_cuda:
         rounded_PI = _times(*quantise(x_PI, matrix.block[1]), (1, matrix.block[1]))
         return (rounded_PI @ _times(matrix.values_OI, matrix.scale, matrix.block).t()).to(x_PI.dtype)
@@ -144,7 +160,7 @@ def product(x_PI: Tensor, matrix: Matrix) -> Tensor:
 
 def quantise(x_PI: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """float8 [P, I] and its fp32 scales [P, G]."""
-    x_PGc = x_PI.float().view(len(x_PI), -1, columns)
+    x_PGc = x_PI.float().view(len(x_PI), x_PI.shape[1] // columns, columns)
     scale_PG = x_PGc.abs().amax(dim=2).clamp(min=TINY) / LARGEST
     return (x_PGc / scale_PG[..., None]).flatten(1).to(torch.float8_e4m3fn), scale_PG
 

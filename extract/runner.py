@@ -129,14 +129,14 @@ def begin_loading(config: ExtractConfig, layers: Sequence[int], device: torch.de
     kernels.own(device)
     target = open_target(config.target.path, config.target.revision, config.target.fp8)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
+    kernels.check_packages(target.model_type, device.type, config.allow_slow)
+    products = f", products: {fp8.kernel(device, target.native)}" if target.native else ""
     pool = ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,))
     weights = pool.submit(read_weights, target, max(captured), device, compute_dtype(config, device))
     pool.shutdown(wait=False)
     hybrid = config.batching == "packed" and kernels.has_delta_rule(target.model_type)
     used = kernels.install(target.config, device, config.allow_slow, hybrid)  # its imports take seconds
-    if target.native:
-        used += f", products: {fp8.kernel(device, target.native)}"
-    return Loading(target=target, kernels=used, captured=captured, hybrid=hybrid, weights=weights)
+    return Loading(target=target, kernels=used + products, captured=captured, hybrid=hybrid, weights=weights)
 
 
 def start_runner(
@@ -165,12 +165,14 @@ def start_runner(
     model = build_decoder(target, max(captured), loading.weights.result(), device, attention)
     beat(f"loaded; {loading.kernels}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
-    stock = checks.stock_states(model, captured, device) if config.guard.probe else None
+    with fp8.unrounded():
+        stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = (
         HybridCapture(model, captured, device) if loading.hybrid else Capture(model, captured, config.batching, device)
     )
     if stock is not None:
-        found |= checks.probe(capture, stock, captured, target.config.vocab_size)
+        with fp8.unrounded():
+            found |= checks.probe(capture, stock, captured, target.config.vocab_size)
         beat("probed: its states are the stock model's")
     return Runner(
         config=config,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dflash_offline.extract import fp8
@@ -43,6 +43,10 @@ def check(target: Target, last_layer: int, packed: bool) -> None:
         raise UsageError(f"{target.name}: rope_type {kind} makes states depend on the batch; it is not supported")
     expected = {n: t.shape for n, t in _skeleton(target, last_layer, "sdpa").state_dict().items()}
     _check_names(target, set(expected), last_layer)
+    if target.native and not any(_is_native(target, target.prefix + n, shape) for n, shape in expected.items()):
+        raise UsageError(
+            f"{target.name}: target.fp8 is native, but no matrix has whole blocks of {list(target.native)}"
+        )
     width = (target.config.vocab_size, target.config.hidden_size)
     for short, name in head_names(target).items():
         expected[name] = torch.Size(width[1:] if short == "norm" else width)
@@ -89,9 +93,11 @@ def loaded_bytes(target: Target, last_layer: int, dtype: torch.dtype) -> int:
 
 
 def _is_native(target: Target, name: str, shape: Sequence[int]) -> bool:
-    """Whether the tensor stays in FP8."""
-    block = target.native
-    return block is not None and name + fp8.SCALE in target.weight_map and fp8.is_whole(shape, block)
+    """Whether the tensor stays in FP8: a matrix of whole blocks in a layer, to which nothing is added."""
+    if target.native is None or not name.startswith(target.prefix + "layers."):
+        return False
+    added = name.removesuffix("weight") + "bias" in target.weight_map
+    return name + fp8.SCALE in target.weight_map and not added and fp8.is_whole(shape, target.native)
 
 
 def _skeleton(target: Target, last_layer: int, attention: str) -> nn.Module:
@@ -181,6 +187,15 @@ def _tensors(
     target: Target, names: list[str], device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The named tensors, file by file; those in FP8 as `dtype`, or with their scales; all others as they are."""
+    try:
+        yield from _read(target, names, device, dtype)
+    except (SafetensorError, FileNotFoundError, KeyError) as error:
+        raise UsageError(f"{target.folder}: has changed since it was looked at ({error}); fetch it again") from error
+
+
+def _read(
+    target: Target, names: list[str], device: torch.device | str, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     for file in sorted({target.weight_map[n] for n in names}):
         with safe_open(target.folder / file, "pt", device=str(device)) as handle:
             for name in (n for n in names if target.weight_map[n] == file):
@@ -191,7 +206,7 @@ def _tensors(
                     with safe_open(where, "pt", device=str(device)) as scales:
                         factors = scales.get_tensor(scale)
                     if _is_native(target, name, tensor.shape):
-                        yield scale, fp8.checked(name, factors)
+                        yield scale, fp8.checked(name, tensor, factors)
                     else:
                         with _alone:
                             tensor = fp8.dequantise(name, tensor, factors, target.block).to(dtype)

@@ -99,7 +99,11 @@ def model(family: str, seed: int = 0, wide: int = 1) -> Any:
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **linear, rope_parameters=rope)).eval()
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)).eval()
-    return LlamaForCausalLM(LlamaConfig(**common)).eval()
+    net = LlamaForCausalLM(LlamaConfig(**common, attention_bias=True)).eval()
+    for name, p in net.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_(0, 0.1)
+    return net
 
 
 def write_target(folder: Path, family: str = "qwen3_5", prefix: str = "model.", seed: int = 0, wide: int = 1) -> Any:

@@ -42,16 +42,17 @@ def is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def write_fp8(
-    folder: Path, block: tuple[int, int], family: str = "qwen3_5", prefix: str = "model.", wide: int = 1
-) -> Any:
+    folder: Path, block: tuple[int, int], family: str = "qwen3_5", prefix: str = "model.", wide: int = 1,
+    which: Callable[[str, Tensor], bool] = is_matrix,
+) -> Any:  # fmt: skip
     """A target in FP8, its tensors in two files. Returns the fp32 model whose weights are the dequantised ones."""
     net = copy.deepcopy(write_target(folder, family, prefix, wide=wide))
     path = folder / "model.safetensors"
     tensors, whole = load_file(path), dict(net.named_parameters())
-    for name in [n for n in tensors if is_matrix(n, tensors[n])]:
+    for name in [n for n in tensors if which(n, tensors[n])]:
         values, scales, product = quantise(tensors[name], *block)
         tensors[name], tensors[name + SCALE] = values, scales
-        whole["model." + name.removeprefix(prefix)].data = product
+        whole[name if name == "lm_head.weight" else "model." + name.removeprefix(prefix)].data = product
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                                      "weight_block_size": list(block)}  # fmt: skip
