@@ -46,6 +46,7 @@ def probe_samples(vocab: int) -> list[Tensor]:
     return [torch.randint(vocab, (n,), generator=generator, dtype=torch.int32) for n in PROBE_LENGTHS]
 
 
+@fp8.unrounded()
 def stock_states(model: nn.Module, layers: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """bf16 [P, L, D] of the probe's samples by the unmodified modules: each alone, in a right-padded batch, and alone
     again with noise of the compute type's last bit before every layer."""
@@ -111,6 +112,7 @@ def _hooked(model: nn.Module, layers: Sequence[int], ids_BT: Tensor, device: tor
     return torch.stack([kept[i] for i in layers], dim=2).to(torch.bfloat16)
 
 
+@fp8.unrounded()
 def probe(
     capture: Callable[[Sequence[Tensor]], Tensor], stock: tuple[Tensor, ...], layers: Sequence[int], vocab: int
 ) -> dict[str, list[float]]:

@@ -165,14 +165,12 @@ def start_runner(
     model = build_decoder(target, max(captured), loading.weights.result(), device, attention)
     beat(f"loaded; {loading.kernels}; the first rows compile what is not compiled yet")
     # Before the hybrid takes the model's weights.
-    with fp8.unrounded():
-        stock = checks.stock_states(model, captured, device) if config.guard.probe else None
+    stock = checks.stock_states(model, captured, device) if config.guard.probe else None
     capture = (
         HybridCapture(model, captured, device) if loading.hybrid else Capture(model, captured, config.batching, device)
     )
     if stock is not None:
-        with fp8.unrounded():
-            found |= checks.probe(capture, stock, captured, target.config.vocab_size)
+        found |= checks.probe(capture, stock, captured, target.config.vocab_size)
         beat("probed: its states are the stock model's")
     return Runner(
         config=config,
