@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,18 @@ def gemm_rate(seconds: float) -> float:
         torch.cuda.synchronize()
         count += 10
     return 2 * 8192**3 * count / (time.perf_counter() - begin) / 1e12
+
+
+def milliseconds(work: Callable[[], Any], times: int = 10) -> float:
+    """Of the device, a call of `work`, after one that is not counted."""
+    work()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times
 
 
 def by_kind(kernels: Mapping[str, float], kinds: Mapping[str, Sequence[str]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_offline.extract import kernels
 from dflash_offline.extract.checks import ROUNDING, relative
 from dflash_offline.extract.config import AuditConfig, ExtractConfig, GuardConfig, TargetConfig
 from dflash_offline.extract.runner import start_runner
@@ -43,6 +44,7 @@ def audit(config: AuditConfig) -> int:
             f"checkpoint with --target"
         )
     device = torch.device(chosen_device(config.device))
+    kernels.check_packages(target.model_type, device.type, config.allow_slow)
     run = ExtractConfig(
         target=TargetConfig(
             path=str(target.folder), dtype=settings["target.dtype"], fp8=settings.get("target.fp8", "dequantise")

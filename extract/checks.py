@@ -193,7 +193,7 @@ def check_product(block: tuple[int, int], device: torch.device, dtype: torch.dty
     there = replace(matrix, values_OI=values_OI.to(device), scale=matrix.scale.to(device))
     try:
         found_PO = fp8.product(x_PI.to(device), there)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # whatever torch has against it
         raise UsageError(f"target.fp8 is native, and torch says: {error}; use --target.fp8 dequantise") from error
     (distance,) = relative(fp8.product(x_PI.float(), matrix)[:, None], found_PO.cpu()[:, None])
     if not distance <= RULE:

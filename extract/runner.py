@@ -129,7 +129,6 @@ def begin_loading(config: ExtractConfig, layers: Sequence[int], device: torch.de
     kernels.own(device)
     target = open_target(config.target.path, config.target.revision, config.target.fp8)
     captured = (*layers, target.config.num_hidden_layers - 1) if config.last_hidden else tuple(layers)
-    kernels.check_packages(target.model_type, device.type, config.allow_slow)
     products = f", products: {fp8.kernel(device, target.native)}" if target.native else ""
     pool = ThreadPoolExecutor(1, initializer=kernels.own, initargs=(device,))
     weights = pool.submit(read_weights, target, max(captured), device, compute_dtype(config, device))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from dflash_offline.extract import kernels
+from dflash_offline.extract.forward import Capture
+from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.target import open_target
 from dflash_offline.extract.weights import build_decoder, read_weights
 
+Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|audio_start|>"]
 WORDS = [
     "red",
@@ -133,6 +138,19 @@ def decoder(
     """Layers 0..last_layer of a checkpoint, loaded as a worker loads them."""
     target, where = open_target(str(folder), None, use), torch.device(device)
     return build_decoder(target, last_layer, read_weights(target, last_layer, where, dtype), where, attention)
+
+
+def capture(
+    folder: Path, layers: Sequence[int], batching: str = "packed", hybrid: bool = False,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", use: str = "dequantise",
+) -> Run:  # fmt: skip
+    """Token ids of samples -> the states of each, bf16 [T, L, D]; `hybrid`: by HybridCapture."""
+    where = torch.device(device)
+    kernels.install(open_target(str(folder), None).config, where, allow_slow=False)
+    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
+    net = decoder(folder, max(layers), dtype, attention, device, use)
+    run: Any = HybridCapture(net, layers, where) if hybrid else Capture(net, layers, batching, where)
+    return lambda ids: list(run(ids).split([len(i) for i in ids]))
 
 
 def write_chats(path: Path, count: int, seed: int = 0) -> Path:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import arguments, extract
 from safetensors.torch import load_file, save_file
-from targets import decoder, write_chats, write_target
-from test_extract_states import LAYERS, assert_same_bf16, capture, samples, stock
+from targets import capture, decoder, write_chats, write_target
+from test_extract_states import LAYERS, assert_same_bf16, samples, stock
 from torch import Tensor
 
 from dflash_offline.extract.fp8 import SCALE, dequantise
@@ -71,7 +71,7 @@ def test_states_equal_the_stock_model_with_the_dequantised_weights(
 ) -> None:
     """Also where the last block of a row or column is cut."""
     net = write_fp8(tmp_path / "t", block, family)
-    assert_same_bf16(capture(tmp_path / "t")(samples())[1], stock(net, samples()[1]))
+    assert_same_bf16(capture(tmp_path / "t", LAYERS)(samples())[1], stock(net, samples()[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,7 +158,7 @@ def test_swapped_files_load_the_same_and_cut_ones_are_named(tmp_path: Path) -> N
     one, two = sorted((tmp_path / "t").glob("*.safetensors"))
     other = tmp_path / "other"
     one.rename(other), two.rename(one), other.rename(two)
-    assert_same_bf16(capture(tmp_path / "t")(samples())[1], stock(net, samples()[1]))
+    assert_same_bf16(capture(tmp_path / "t", LAYERS)(samples())[1], stock(net, samples()[1]))
     one.write_bytes(one.read_bytes()[:-9])
     with pytest.raises(UsageError, match=f"{one.name}: not a whole safetensors file"):
         open_target(str(tmp_path / "t"), None)

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from runs import arguments, call, extract
-from targets import decoder, write_chats, write_target
+from targets import capture, decoder, write_chats, write_target
 from test_extract_fp8 import NAME, change_tensors, is_matrix, write_fp8
 from test_extract_states import CPU, LAYERS, samples, stock
 from torch import Tensor, nn
 
-from dflash_offline.extract import checks, fp8, kernels
+from dflash_offline.extract import checks, fp8
 from dflash_offline.extract.config import ExtractConfig, TargetConfig
-from dflash_offline.extract.forward import Capture
-from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.runner import start_runner
 from dflash_offline.extract.target import open_target
 from dflash_offline.extract.weights import check, loaded_bytes, read_weights
@@ -48,16 +46,6 @@ def quantise_inputs(net: Any) -> None:
             )
 
 
-def capture(folder: Path, use: str, batching: str = "packed") -> list[Tensor]:
-    target = open_target(str(folder), None, use)
-    kernels.install(target.config, CPU, allow_slow=False)
-    hybrid = batching == "packed" and kernels.has_delta_rule(target.model_type)
-    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
-    model = decoder(folder, max(LAYERS), attention=attention, use=use)
-    run = HybridCapture(model, LAYERS, CPU) if hybrid else Capture(model, LAYERS, batching, CPU)
-    return list(run(samples()).split([len(ids) for ids in samples()]))
-
-
 def anything(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 2
 
@@ -81,7 +69,10 @@ def test_states_are_those_of_the_stock_model_with_rounded_inputs(
     """
     net = write_fp8(tmp_path / "t", BLOCK, family, which=which)
     quantise_inputs(net)
-    found, plain = (capture(tmp_path / "t", use, batching) for use in ("native", "dequantise"))
+    hybrid = family == "qwen3_5" and batching == "packed"
+    found, plain = (
+        capture(tmp_path / "t", LAYERS, batching, hybrid, use=use)(samples()) for use in ("native", "dequantise")
+    )
     for ids, got, dequantised in zip(samples(), found, plain, strict=True):
         want_TLD = stock(net, ids)
         near, far = checks.relative(want_TLD, got), checks.relative(want_TLD, dequantised)

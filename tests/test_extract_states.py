@@ -1,7 +1,6 @@
 """Captured states against the stock model, for every family, batching and checkpoint layout."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from targets import decoder, write_target
+from targets import capture, write_target
 
 from dflash_offline.extract import kernels
-from dflash_offline.extract.forward import Capture, batches
+from dflash_offline.extract.forward import batches
 from dflash_offline.extract.layers import choose_layers, layer_rule
 from dflash_offline.extract.target import identity, open_target
 from dflash_offline.extract.weights import check
@@ -21,21 +20,11 @@ from dflash_offline.shards.errors import UsageError
 LAYERS = (1, 3, 6)
 LENGTHS = (3, 67, 130, 1, 40)
 CPU = torch.device("cpu")
-Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def samples(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 300, (n,), generator=generator, dtype=torch.int32) for n in LENGTHS]
-
-
-def capture(folder: Path, batching: str = "packed", layers: tuple[int, ...] = LAYERS) -> Run:
-    target = open_target(str(folder), None)
-    kernels.install(target.config, CPU, allow_slow=False)
-    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
-    model = decoder(folder, max(layers), attention=attention)
-    run = Capture(model, layers, batching, CPU)
-    return lambda ids: list(run(ids).split([len(i) for i in ids]))
 
 
 @torch.inference_mode()
@@ -59,7 +48,7 @@ def test_states_equal_hidden_states_of_the_stock_model(tmp_path: Path, family: s
     """B31."""
     net = write_target(tmp_path / "t", family)
     expected = [stock(net, ids) for ids in samples()]
-    for found, want in zip(capture(tmp_path / "t", batching)(samples()), expected, strict=True):
+    for found, want in zip(capture(tmp_path / "t", LAYERS, batching)(samples()), expected, strict=True):
         assert_same_bf16(found, want)
     # A neighbour layer is not close: an index that is off by one cannot pass.
     off_by_one = stock(net, samples()[1], tuple(i + 1 for i in LAYERS))
@@ -69,7 +58,7 @@ def test_states_equal_hidden_states_of_the_stock_model(tmp_path: Path, family: s
 def test_packing_without_boundaries_leaks(tmp_path: Path) -> None:
     """B29: the negative of the test above: each mixer really needs the boundaries."""
     net = write_target(tmp_path / "t", "qwen3_5")
-    run = capture(tmp_path / "t")
+    run = capture(tmp_path / "t", LAYERS)
     ids = samples()
     for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
         import transformers.models.qwen3_5.modeling_qwen3_5 as module
@@ -94,7 +83,7 @@ def _without_row(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 @pytest.mark.parametrize("batching", ["packed", "padded"])
 def test_states_do_not_depend_on_the_batch(tmp_path: Path, batching: str) -> None:
     write_target(tmp_path / "t", "qwen3_5")
-    run = capture(tmp_path / "t", batching)
+    run = capture(tmp_path / "t", LAYERS, batching)
     together, alone = run(samples()), [run([ids])[0] for ids in samples()]
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-4)
@@ -104,7 +93,7 @@ def test_states_do_not_depend_on_the_batch(tmp_path: Path, batching: str) -> Non
 def test_every_checkpoint_layout_loads_the_same(tmp_path: Path, prefix: str) -> None:
     """B36."""
     net = write_target(tmp_path / "t", "qwen3_5", prefix)
-    assert_same_bf16(capture(tmp_path / "t")(samples())[1], stock(net, samples()[1]))
+    assert_same_bf16(capture(tmp_path / "t", LAYERS)(samples())[1], stock(net, samples()[1]))
 
 
 def edit(folder: Path, change: Any) -> None:

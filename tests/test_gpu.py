@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from targets import decoder, write_chats, write_target
+from targets import capture, write_chats, write_target
 from test_extract_fp8 import write_fp8
 from test_extract_guard import leak
 from train_reference import chats, make_cache
 
-from dflash_offline.extract import kernels
 from dflash_offline.extract.config import DataConfig, ExtractConfig, TargetConfig
-from dflash_offline.extract.forward import Capture
-from dflash_offline.extract.hybrid import HybridCapture
 from dflash_offline.extract.run import run as extract
 from dflash_offline.extract.runner import start_runner
-from dflash_offline.extract.target import open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.train import checkpoint
@@ -44,16 +40,6 @@ def samples() -> list[torch.Tensor]:
     return [torch.randint(3, 300, (n,), generator=generator, dtype=torch.int32) for n in (33, 67, 130, 5, 257)]
 
 
-def capture(folder: Path, device: str, dtype: torch.dtype, batching: str = "packed", use: str = "dequantise") -> Any:
-    target, where = open_target(str(folder), None), torch.device(device)
-    kernels.install(target.config, where, allow_slow=False)
-    attention = kernels.PACKED_ATTENTION if batching == "packed" else "sdpa"
-    model = decoder(folder, max(LAYERS), dtype, attention, device, use)
-    hybrid = target.model_type.startswith("qwen3_5") and batching == "packed" and device == "cuda"
-    run: Any = HybridCapture(model, LAYERS, where) if hybrid else Capture(model, LAYERS, batching, where)
-    return lambda ids: list(run(ids).split([len(i) for i in ids]))
-
-
 def distances(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
     """Relative L2 distance of each layer over all samples."""
     a, b = (torch.cat([s.float().cpu() for s in x]) for x in (found, wanted))
@@ -65,8 +51,9 @@ def distances(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[flo
 def test_states_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path, family: str, batching: str) -> None:
     """bf16 on the GPU is no further from fp32 on the CPU than twice what bf16 of another batch shape is."""
     write_target(tmp_path / "t", family)
-    wanted = capture(tmp_path / "t", "cpu", torch.float32)(samples())
-    run = capture(tmp_path / "t", "cuda", torch.bfloat16, batching)
+    wanted = capture(tmp_path / "t", LAYERS)(samples())
+    hybrid = family == "qwen3_5" and batching == "packed"
+    run = capture(tmp_path / "t", LAYERS, batching, hybrid, torch.bfloat16, "cuda")
     together, alone = run(samples()), [run([s])[0] for s in samples()]
     noise, found = distances(alone, wanted), distances(together, wanted)
     print(f"{family} {batching}: single {noise}, together {found}")
@@ -77,8 +64,8 @@ def test_states_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path, family: str, b
 def test_fp8_products_on_the_gpu_equal_those_on_the_cpu(tmp_path: Path) -> None:
     """As above, with the noise that rounding to FP8 makes of it; one product is held to fp32 in fp8_bits.py."""
     write_fp8(tmp_path / "t", (128, 128), wide=4)
-    wanted = capture(tmp_path / "t", "cpu", torch.float32, use="native")(samples())
-    run = capture(tmp_path / "t", "cuda", torch.bfloat16, use="native")
+    wanted = capture(tmp_path / "t", LAYERS, use="native")(samples())
+    run = capture(tmp_path / "t", LAYERS, hybrid=True, dtype=torch.bfloat16, device="cuda", use="native")
     noise, found = distances([run([s])[0] for s in samples()], wanted), distances(run(samples()), wanted)
     print(f"native: single {noise}, together {found}")
     assert all(f < 2 * n + 1e-3 for f, n in zip(found, noise, strict=True)) and max(noise) < 0.4

@@ -8,22 +8,24 @@ Nothing is written; the rate of rows to shards is lower by the cost of writing (
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import shapes
 import torch
-from run import split
+from run import BUDGET, split
 from torch import Tensor, nn
 
 from dflash_offline.extract import checks, fp8, fp8_kernels, kernels
 from dflash_offline.extract.forward import batches
 from dflash_offline.extract.hybrid import HybridCapture
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import milliseconds
+
 BLOCK = (128, 128)
-ROW = 32768
 PRODUCTS = {
     "q k v and z": (16384, 5120),
     "q, gate, k and v": (14336, 5120),
@@ -42,24 +44,12 @@ def quantised(weight_OI: Tensor) -> fp8.Matrix:
     return fp8.Matrix(values_OI=values_OI, scale=scale, block=BLOCK)
 
 
-def milliseconds(work: Callable[[], Any], times: int = 10) -> float:
-    """Of the device, a call."""
-    work()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(times):
-        work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / times
-
-
 def alone(name: str) -> dict[str, Any]:
     """One product of a row."""
     rows, columns = PRODUCTS[name]
     weight_OI = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
-    x_PI = torch.randn(ROW, columns, device="cuda", dtype=torch.bfloat16)
-    matrix, flop = quantised(weight_OI), 2 * ROW * rows * columns
+    x_PI = torch.randn(BUDGET, columns, device="cuda", dtype=torch.bfloat16)
+    matrix, flop = quantised(weight_OI), 2 * BUDGET * rows * columns
     plain, native = milliseconds(lambda: x_PI @ weight_OI.t()), milliseconds(lambda: fp8.product(x_PI, matrix))
     return {
         "product": name,
@@ -116,7 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     drawn = shapes.lengths(200)
-    lengths = [[drawn[i] for i in row] for row in batches(drawn, ROW, False)[:3]]
+    lengths = [[drawn[i] for i in row] for row in batches(drawn, BUDGET, False)[:3]]
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
 
     def tell(name: str, value: Any) -> None:

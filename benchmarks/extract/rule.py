@@ -9,7 +9,9 @@ another way.
 import argparse
 import json
 import os
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ import shapes
 import torch
 import torch.nn.functional as F
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from run import BUDGET
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash_offline.extract.forward import batches
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import milliseconds
+
 KEYS, VALUES, WIDTH = 16, 48, 128
-TIMES = 10
 
 
 def heads(lengths: list[int], generator: torch.Generator) -> tuple[list[Tensor], dict[str, Any]]:
@@ -56,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     generator, found = torch.Generator("cuda").manual_seed(0), []
     lengths = shapes.lengths(400)
-    usual = [lengths[i] for i in batches(lengths[:200], 32768, False)[0]]
+    usual = [lengths[i] for i in batches(lengths[:200], BUDGET, False)[0]]
     for samples in (usual, [8192] * 4, [12000], [4096]):
         qkv, gates = heads(samples, generator)
         wanted = reference(qkv, gates, samples[0])
@@ -66,15 +71,11 @@ def main() -> None:
             out = chunk_gated_delta_rule(*qkv, **gates)[0]
             torch.cuda.synchronize()
             first = time.perf_counter() - begun
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(TIMES):
-                again = chunk_gated_delta_rule(*qkv, **gates)[0]
-            end.record()
-            end.synchronize()
+            spent = milliseconds(partial(chunk_gated_delta_rule, *qkv, **gates))
+            again = chunk_gated_delta_rule(*qkv, **gates)[0]
             far = (out[0, : samples[0]].float() - wanted).norm() / wanted.norm()
             found.append(
-                {"rule": rule, "tokens": sum(samples), "samples": len(samples), "ms": begin.elapsed_time(end) / TIMES}
+                {"rule": rule, "tokens": sum(samples), "samples": len(samples), "ms": spent}
                 | {"first call s": first, "distance": float(far), "again": torch.equal(out, again)}
             )
             print(json.dumps(found[-1]), flush=True)
