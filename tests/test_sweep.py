@@ -148,6 +148,17 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
         with pytest.raises(UsageError, match=message) as error:
             sweep.sweep(made(**changes))
         assert "\n" not in str(error.value)
+    grid = Method(name="GridSampler", arguments={"search_space": {"optim.eps": [1e-8]}})
+    for sampler, message in (
+        (
+            Method(name="BruteForceSampler"),
+            r"space.optim.lr: BruteForceSampler needs a step or choices, found 0.0001 to",
+        ),
+        (grid, r"search_space: has no values of optim.lr, which space has"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            sweep.sweep(made(sampler=sampler, sweep_dir=tmp_path / "free"))
+        assert not (tmp_path / "free" / "identity.json").exists()
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"sweep needs optuna .*; pip install optuna"):
         sweep.sweep(made())
@@ -236,6 +247,19 @@ def test_failed_trials_are_told_and_not_fatal(
     monkeypatch.setenv("FAKE_FAILS", "0")
     with pytest.raises(RunError, match="none of 2 trials was completed; see trials"):
         sweep.sweep(made(sweep_dir=tmp_path / "none", trials=2))
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("name", ["BruteForceSampler", "GridSampler"])
+def test_more_slots_than_settings_are_left_repeat_none(
+    made: Callable[..., SweepConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    space = {"optim.lr": {"choices": [2e-4, 4e-4, 8e-4]}, "seed": {"low": 1, "high": 5, "step": 3}}
+    arguments = {"search_space": {"optim.lr": [2e-4, 4e-4, 8e-4], "seed": [1, 4]}} if name == "GridSampler" else {}
+    assert sweep.sweep(made(space=space, sampler=Method(name=name, arguments=arguments), trials=20, slots=4)) == 0
+    found = sorted((row["settings"]["optim.lr"], row["settings"]["seed"]) for row in trials(tmp_path / "sweep"))
+    assert found == [(lr, seed) for lr in (2e-4, 4e-4, 8e-4) for seed in (1, 4)]
+    assert capfd.readouterr().err.count("every combination of the space has been tried") == 1
 
 
 @pytest.mark.usefixtures("fake")

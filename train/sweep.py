@@ -147,7 +147,7 @@ class Sweep:
                 if Place(trials=self.trials, number=number).busy():
                     self.waiting.append(number)  # its process of before is still saving
                     continue
-            elif len(self.study.trials) < self.config.trials and not self.study.user_attrs.get("exhausted"):
+            elif len(self.study.trials) < self.setup.trials and not self.study.user_attrs.get("exhausted"):
                 number = self.study.ask().number
             else:
                 return
@@ -236,8 +236,9 @@ class Sweep:
         except RuntimeError as error:  # how samplers over finite spaces say that there is nothing left
             if "Study.stop" not in str(error):
                 raise
+            if not self.study.user_attrs.get("exhausted"):
+                say("every combination of the space has been tried")
             self.study.set_user_attr("exhausted", True)
-            say("every combination of the space has been tried")
         say(f"trial {place.number} {_words(row, STATES[state.name])}")
         for text in failed or ():
             say(f"  | {text}")

@@ -19,7 +19,7 @@ from dflash_offline.train.config import TrainConfig
 from dflash_offline.train.folder import refuse_changes
 from dflash_offline.train.job import prepare
 from dflash_offline.train.sweep_config import FREE, Method, SweepConfig
-from dflash_offline.train.sweep_space import SET_HERE, Dimension, flat, read_space
+from dflash_offline.train.sweep_space import SET_HERE, Dimension, combinations, flat, read_space
 
 if TYPE_CHECKING:
     import optuna
@@ -41,6 +41,8 @@ class Setup:
     slots: list[str]
     """CUDA_VISIBLE_DEVICES of each trial at work, or cpu 0, cpu 1, ..."""
     study: "optuna.Study"
+    trials: int
+    """How many are worth starting: as many as asked for, or as an exhaustive sampler has settings."""
 
 
 @contextmanager
@@ -70,8 +72,13 @@ def prepare_sweep(config: SweepConfig) -> Setup:
     space = read_space(config.space, base)
     slots = _slots(config, base)
     job = prepare(replace(base, validate=replace(base.validate, every=1)), config.ranks)
+    optuna = _optuna()
+    sampler = _method("sampler", config.sampler, optuna.samplers, optuna.samplers.BaseSampler)
+    pruner = _method("pruner", config.pruner, optuna.pruners, optuna.pruners.BasePruner)
+    trials = min(config.trials, combinations(space, config.sampler) or config.trials)
     _claim(config, base, job.cache.fingerprint)
-    return Setup(base=base, space=space, slots=slots, study=_study(config))
+    study = _study(config.sweep_dir / STUDY, sampler, pruner)
+    return Setup(base=base, space=space, slots=slots, study=study, trials=trials)
 
 
 def _claim(config: SweepConfig, base: TrainConfig, cache: str) -> None:
@@ -95,13 +102,11 @@ def _claim(config: SweepConfig, base: TrainConfig, cache: str) -> None:
     write_json(folder / IDENTITY, fixed)
 
 
-def _study(config: SweepConfig) -> "optuna.Study":
-    optuna = _optuna()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    sampler = _method("sampler", config.sampler, optuna.samplers, optuna.samplers.BaseSampler)
-    pruner = _method("pruner", config.pruner, optuna.pruners, optuna.pruners.BasePruner)
-    journal = config.sweep_dir / STUDY
+def _study(
+    journal: Path, sampler: "optuna.samplers.BaseSampler", pruner: "optuna.pruners.BasePruner"
+) -> "optuna.Study":
+    import optuna
+
     _cut_torn_line(journal)
     backend = optuna.storages.journal.JournalFileBackend(str(journal), lock_obj=_Held())
     study = optuna.create_study(
@@ -140,6 +145,8 @@ def _optuna() -> Any:
         import optuna
     except ImportError as error:
         raise UsageError(f"sweep needs optuna ({error}); pip install optuna") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna
 
 

@@ -13,12 +13,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from decimal import Decimal
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from dflash_offline.shards.command import structure, unstructure
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.train.config import TrainConfig
+from dflash_offline.train.sweep_config import Method
 
 if TYPE_CHECKING:
     import optuna
@@ -107,6 +109,27 @@ def flat(space: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from flat(values, f"{prefix}{name}.")
         else:
             yield prefix + name, values
+
+
+def combinations(dimensions: Mapping[str, Dimension], sampler: Method) -> int | None:
+    """How many settings an exhaustive sampler has, None for others. Raises UsageError where it cannot list them.
+
+    Optuna's repeat a setting when they are asked for one while the last ones are still at work: a whole training.
+    """
+    if sampler.name == "GridSampler":
+        grid = sampler.arguments["search_space"]
+        if missing := sorted(dimensions.keys() - grid.keys()):
+            raise UsageError(f"sampler.arguments.search_space: has no values of {', '.join(missing)}, which space has")
+        return math.prod(len(values) for values in grid.values())
+    if sampler.name != "BruteForceSampler":
+        return None
+    counts = []
+    for name, d in dimensions.items():
+        if not d.choices and not d.whole and d.step is None:
+            raise UsageError(f"space.{name}: BruteForceSampler needs a step or choices, found {d.low} to {d.high}")
+        low, high, step = (Decimal(str(x)) for x in (d.low or 0, d.high or 0, d.step or 1))
+        counts.append(len(d.choices) or int((high - low) / step) + 1)
+    return math.prod(counts)
 
 
 def _label(value: Any) -> Any:
