@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from dflash_offline.extract import fp8
+from dflash_offline.extract import fp8, kernels
 from dflash_offline.extract.target import FAMILIES, Target
+from dflash_offline.extract.tensors import read_tensors
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 
@@ -133,7 +134,7 @@ def read_weights(target: Target, last_layer: int, device: torch.device, dtype: t
         }
 
     state: dict[str, Tensor] = {}
-    with ThreadPoolExecutor(_READERS) as pool:  # a mapped file is read by the thread that copies from it
+    with ThreadPoolExecutor(_READERS, initializer=kernels.own, initargs=(device,)) as pool:
         for part in pool.map(read, sorted({target.weight_map[n] for n in names})):
             state |= part
     return state
@@ -188,29 +189,29 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The named tensors, file by file; those in FP8 as `dtype`, or with their scales; all others as they are."""
     try:
-        yield from _read(target, names, device, dtype)
-    except (SafetensorError, FileNotFoundError, KeyError) as error:
+        for file in sorted({target.weight_map[n] for n in names}):
+            yield from _of_file(target, file, [n for n in names if target.weight_map[n] == file], device, dtype)
+    except (FileNotFoundError, ValueError, KeyError, struct.error) as error:
         raise UsageError(f"{target.folder}: has changed since it was looked at ({error}); fetch it again") from error
 
 
-def _read(
-    target: Target, names: list[str], device: torch.device | str, dtype: torch.dtype
+def _of_file(
+    target: Target, file: str, names: list[str], device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted({target.weight_map[n] for n in names}):
-        with safe_open(target.folder / file, "pt", device=str(device)) as handle:
-            for name in (n for n in names if target.weight_map[n] == file):
-                tensor = handle.get_tensor(name)
-                if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
-                    scale = name + fp8.SCALE  # often in another file
-                    where = target.folder / target.weight_map[scale]
-                    with safe_open(where, "pt", device=str(device)) as scales:
-                        factors = scales.get_tensor(scale)
-                    if _is_native(target, name, tensor.shape):
-                        yield scale, fp8.checked(name, tensor, factors)
-                    else:
-                        with _alone:
-                            tensor = fp8.dequantise(name, tensor, factors, target.block).to(dtype)
-                yield name, tensor
+    scales: dict[str, Tensor] = {}
+    wanted = [n + fp8.SCALE for n in names if target.block and n + fp8.SCALE in target.weight_map]
+    for other in sorted({target.weight_map[n] for n in wanted}):  # often not the same file
+        here = [n for n in wanted if target.weight_map[n] == other]
+        scales |= read_tensors(target.folder / other, here, device)
+    for name, tensor in read_tensors(target.folder / file, names, device):
+        if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
+            factors = scales.pop(name + fp8.SCALE)
+            if _is_native(target, name, tensor.shape):
+                yield name + fp8.SCALE, fp8.checked(name, tensor, factors)
+            else:
+                with _alone:
+                    tensor = fp8.dequantise(name, tensor, factors, target.block).to(dtype)
+        yield name, tensor
 
 
 def head_names(target: Target) -> dict[str, str]:
