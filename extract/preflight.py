@@ -15,7 +15,8 @@ from dflash_offline.extract import forecast, kernels
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.target import Target
-from dflash_offline.extract.weights import loaded_bytes
+from dflash_offline.extract.weights import head_bytes, loaded_bytes
+from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.command import say
 from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
@@ -112,19 +113,23 @@ def check_rows(config: ExtractConfig, devices: Sequence[str], target: Target, la
         raise UsageError(f"{name} = {most}: expected at most {limit}: a row's values are counted in 32 bits")
 
 
-def check_disk(config: ExtractConfig, layers: int, hidden: int, tokens: int) -> None:
-    """Raises UsageError when the planned tokens will not fit (see guard.preflight); prints what is needed and free."""
+def check_disk(config: ExtractConfig, target: Target, layers: int, tokens: int) -> None:
+    """Prints what is needed and free.
+
+    Raises UsageError when the planned tokens, and embedding and head beside them, will not fit (see guard.preflight).
+    """
     if config.guard.preflight == "off":
         return
     # Which tokens are supervised is not known without reading the plan: all are counted, a sixth too much at most.
-    need = forecast.shard_bytes(config, layers, hidden, tokens, tokens)
+    need = forecast.shard_bytes(config, layers, target.config.hidden_size, tokens, tokens)
     done = sum(p.stat().st_size for p in (config.cache / SHARDS_FOLDER).glob("*.arrow") if p.exists())
     free = forecast.free_bytes(config)
     places = ", ".join(f"{room:,} free on {place}" for place, room in free.items())
     say(f"shards: about {need:,} bytes, {done:,} of them there; {places}")
-    if need - done > sum(free.values()):
+    copied = config.roots or (config.cache / TARGET_FOLDER / "target.safetensors").exists()
+    if (more := need - done + (0 if copied else head_bytes(target))) > sum(free.values()):
         _object(
-            config, f"needs {need - done:,} bytes more: {places}; add --roots on other disks, or take a smaller "
+            config, f"needs {more:,} bytes more: {places}; add --roots on other disks, or take a smaller "
             f"codec or dataset"
         )  # fmt: skip
 

@@ -86,7 +86,7 @@ def _extract(
     workers: pool.Workers | ray_engine.Workers,
 ) -> int:
     """Plan, run, finish; the cache is ours."""
-    share, hidden = config.share(), target.config.hidden_size
+    share = config.share()
     if share:
         plan = _prepared(config.cache, settings, old)
     else:
@@ -98,7 +98,7 @@ def _extract(
         return 0
     if old is not None and old.complete:
         workers.begin(_without_data(config), layers, devices)
-    preflight.check_disk(config, len(layers), hidden, sum(t.tokens for t in plan.tasks))
+    preflight.check_disk(config, target, len(layers), sum(t.tokens for t in plan.tasks))
     if share and old is not None:
         draft = old
     else:

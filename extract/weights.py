@@ -48,9 +48,7 @@ def check(target: Target, last_layer: int, packed: bool) -> None:
         raise UsageError(
             f"{target.name}: target.fp8 is native, but no matrix has whole blocks of {list(target.native)}"
         )
-    width = (target.config.vocab_size, target.config.hidden_size)
-    for short, name in head_names(target).items():
-        expected[name] = torch.Size(width[1:] if short == "norm" else width)
+    expected |= {name: _head_shape(target, short) for short, name in head_names(target).items()}
     full = {(n if n in target.weight_map else target.prefix + n): shape for n, shape in expected.items()}
     for file in sorted({target.weight_map[n] for n in full}):
         with safe_open(target.folder / file, "pt") as handle:
@@ -236,24 +234,35 @@ def write_target_folder(target: Target, tokenizer: Any, folder: Path, known: str
     tensors = folder / "target.safetensors"
     kept = bool(known) and tensors.is_file() and file_hash(tensors) == known
     if not kept:
-        wanted = head_names(target)
-        loaded = dict(_tensors(replace(target, native=None), list(wanted.values()), "cpu", torch.bfloat16))
         with atomic_file(tensors) as file:
-            _save({short: loaded[name].to(torch.bfloat16) for short, name in sorted(wanted.items())}, file)
+            _save(replace(target, native=None), file)
     target.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {p.name: known if kept and p == tensors else file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
 
 
-def _save(tensors: dict[str, Tensor], file: BinaryIO) -> None:
-    """bf16 tensors as safetensors' own `save` has them, which copies all of them first: five gigabytes here."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
+def head_bytes(target: Target) -> int:
+    """Of embedding, head and final norm as a cache has them."""
+    return sum(2 * _head_shape(target, short).numel() for short in head_names(target))
+
+
+def _head_shape(target: Target, short: str) -> torch.Size:
+    width = (target.config.vocab_size, target.config.hidden_size)
+    return torch.Size(width[1:] if short == "norm" else width)
+
+
+def _save(target: Target, file: BinaryIO) -> None:
+    """Embedding, head and norm in bf16 as safetensors' own `save` has them, which would hold ten gigabytes."""
+    names, header, at = sorted(head_names(target).items()), {}, 0
+    for short, _ in names:
+        shape = _head_shape(target, short)
+        header[short] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + 2 * shape.numel()]}
+        at += 2 * shape.numel()
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     file.write(struct.pack("<Q", len(raw)) + raw)
-    for tensor in tensors.values():
-        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+    for short, name in names:
+        for _, tensor in _tensors(target, [name], "cpu", torch.bfloat16):
+            if tensor.shape != _head_shape(target, short):
+                raise UsageError(f"{target.folder}: {name} has changed since it was looked at; fetch it again")
+            file.write(tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)

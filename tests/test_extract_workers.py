@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from runs import arguments, command, copy_without_shards, extract, tree, warm
+from safetensors.torch import load_file
 from targets import write_chats, write_rows
 
 from dflash_offline.extract import events, forecast, plan, pool, run, runner, worker
@@ -290,8 +291,12 @@ def test_a_disk_that_is_too_small_is_said_before(site: Path, tmp_path: Path, mon
     assert (
         done.returncode == 2 and "bytes more: 1,000,000 free on" in done.stderr and not list(tmp_path.rglob("0*.arrow"))
     )
+    with_head = int(done.stderr.partition("needs ")[2].partition(" ")[0].replace(",", ""))
     done = extract(*arguments(site, tmp_path / "c", **{"guard.preflight": "warn"}))
     assert done.returncode == 0 and "warning: needs" in done.stdout
+    shards = int(done.stdout.partition("shards: about ")[2].partition(" ")[0].replace(",", ""))
+    copied = load_file(tmp_path / "c" / "target" / "target.safetensors")
+    assert with_head - shards == sum(tensor.nbytes for tensor in copied.values())
 
 
 def test_long_samples_that_do_not_fit_into_memory_are_skipped(site: Path, tmp_path: Path) -> None:
