@@ -104,15 +104,21 @@ def run(folder: Path, cache: Path, environment: dict[str, str], small: bool) -> 
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+    if not any((cache / "shards").glob("*.arrow")):
+        raise SystemExit(f"the run left with code {process.returncode} and no shard")
     return timeline(cache, begun)
 
 
 def timeline(cache: Path, begun: float) -> dict[str, float]:
     """What events.jsonl has, up to the first shard."""
+    names = {"worker": "the worker starts", "start": "the parent asks for work", "done": "the first shard is durable"}
     at: dict[str, float] = {}
     for event in events.read(cache):
-        name = {"given": "task given", "stage": str(event.get("words", "")).partition(";")[0]}.get(event["event"])
-        name = name or event["event"]
+        name = names.get(event["event"], event["event"])
+        if name == "given":
+            name = "calibration given" if event["task"] < 0 else "the first task given"
+        elif name == "stage":
+            name = event["words"].partition(";")[0]
         at.setdefault(name, round(event.get("since", event["time"]) - begun, 2))
     return dict(sorted(at.items(), key=lambda item: item[1]))
 
