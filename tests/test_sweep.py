@@ -250,6 +250,7 @@ def test_failed_trials_are_told_and_not_fatal(
 
 
 @pytest.mark.usefixtures("fake")
+@pytest.mark.filterwarnings("ignore:The distribution is specified by")  # a step that does not end at high
 @pytest.mark.parametrize("name", ["BruteForceSampler", "GridSampler"])
 def test_more_slots_than_settings_are_left_repeat_none(
     made: Callable[..., SweepConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
