@@ -27,6 +27,9 @@ from dflash_offline.shards.layout import (
     sample_schema,
 )
 
+_SEND_EVERY = 64 << 20
+"""Bytes after which the disk is told to begin with them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
@@ -58,6 +61,7 @@ class ShardWriter:
         self._messages: list[Message] = []
         self._rows: list[dict[str, object]] = []
         self._file = self._temporary.open("wb")
+        self._sent = 0
         self._put(self._schema.serialize())
 
     def append(
@@ -108,10 +112,19 @@ class ShardWriter:
         )
         try:
             self._file.write(buffer)
+            self._send()
         except OSError as error:  # a write to an open file does not know its name
             raise OSError(error.errno, error.strerror, str(self._body)) from None
         self._messages.append(message)
         return message
+
+    def _send(self) -> None:
+        """Begin to write back. Else the disk idles until fsync, which then waits for a whole shard."""
+        if (at := self._file.tell()) - self._sent >= _SEND_EVERY and hasattr(os, "posix_fadvise"):
+            self._file.flush()
+            # Of pages that are not written yet it forgets none.
+            os.posix_fadvise(self._file.fileno(), self._sent, at - self._sent, os.POSIX_FADV_DONTNEED)
+            self._sent = at
 
     def close(self) -> pa.Table:
         """Write the trailer, make the file durable, give it its name. Returns the shard's index rows."""

@@ -1,5 +1,6 @@
 """The format: what is written is what is read, and every fault is reported by name."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import stranger
 import torch
 from caches import write_cache
 
-from dflash_offline.shards import codecs, index, manifest
+from dflash_offline.shards import codecs, index, manifest, writer
 from dflash_offline.shards.cache import OPEN_FILES, Cache
 from dflash_offline.shards.errors import CorruptError, UsageError
 from dflash_offline.shards.files import read_json, write_json
@@ -54,6 +55,20 @@ def test_lossless_is_smaller_than_raw() -> None:
     states_TLD = (torch.randn(256, 2, 64, generator=torch.Generator().manual_seed(0)) * scale_D).to(torch.bfloat16)
     size = {n: sum(map(len, encode_frames(codecs.calibrate(n, states_TLD), states_TLD))) for n in ("bf16", "lossless")}
     assert size["lossless"] < 0.72 * size["bf16"]
+
+
+def test_the_disk_begins_before_the_shard_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is told of are the bytes that have reached the file, each once; the shard's bytes are the same."""
+    write_cache(tmp_path / "a", samples=40)
+    sent: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(writer, "_SEND_EVERY", 10_000)
+    monkeypatch.setattr(writer.os, "posix_fadvise", lambda fd, *part: sent.append((os.fstat(fd).st_size, *part[:2])))
+    write_cache(tmp_path / "b", samples=40)
+    whole = (tmp_path / "a" / index.shard_name(0)).read_bytes()
+    assert (tmp_path / "b" / index.shard_name(0)).read_bytes() == whole
+    ends = [begin + count for _, begin, count in sent]
+    assert [begin for _, begin, _ in sent] == [0, *ends[:-1]] and len(sent) > 5
+    assert all(there >= end and count >= 10_000 for (there, _, count), end in zip(sent, ends, strict=True))
 
 
 @pytest.mark.parametrize("last_hidden", [False, True])
