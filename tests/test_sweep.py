@@ -257,10 +257,20 @@ def test_more_slots_than_settings_are_left_repeat_none(
 ) -> None:
     space = {"optim.lr": {"choices": [2e-4, 4e-4, 8e-4]}, "seed": {"low": 1, "high": 5, "step": 3}}
     arguments = {"search_space": {"optim.lr": [2e-4, 4e-4, 8e-4], "seed": [1, 4]}} if name == "GridSampler" else {}
-    assert sweep.sweep(made(space=space, sampler=Method(name=name, arguments=arguments), trials=20, slots=4)) == 0
+    given = made(space=space, sampler=Method(name=name, arguments=arguments), trials=20, slots=4)
+    assert sweep.sweep(given) == 0
     found = sorted((row["settings"]["optim.lr"], row["settings"]["seed"]) for row in trials(tmp_path / "sweep"))
-    assert found == [(lr, seed) for lr in (2e-4, 4e-4, 8e-4) for seed in (1, 4)]
+    assert found == (every := [(lr, seed) for lr in (2e-4, 4e-4, 8e-4) for seed in (1, 4)])
     assert capfd.readouterr().err.count("every combination of the space has been tried") == 1
+    # Settings that another sampler repeated count once.
+    random = replace(given, sweep_dir=tmp_path / "other", sampler=Method(name="RandomSampler", arguments={"seed": 1}))
+    assert sweep.sweep(replace(random, trials=5)) == 0
+    before = {(row["settings"]["optim.lr"], row["settings"]["seed"]) for row in trials(random.sweep_dir)}
+    assert len(before) < 5
+    assert sweep.sweep(replace(given, sweep_dir=random.sweep_dir)) == 0
+    after = [(row["settings"]["optim.lr"], row["settings"]["seed"]) for row in trials(random.sweep_dir)][5:]
+    assert {*before, *after} == set(every)
+    assert name == "GridSampler" or len(after) == 6 - len(before)  # a grid knows only trials of its own
 
 
 @pytest.mark.usefixtures("fake")

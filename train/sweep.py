@@ -147,11 +147,18 @@ class Sweep:
                 if Place(trials=self.trials, number=number).busy():
                     self.waiting.append(number)  # its process of before is still saving
                     continue
-            elif len(self.study.trials) < self.setup.trials and not self.study.user_attrs.get("exhausted"):
+            elif self._wants_more():
                 number = self.study.ask().number
             else:
                 return
             self._start(self.free[0], number)
+
+    def _wants_more(self) -> bool:
+        trials = self.study.trials
+        if len(trials) >= self.config.trials or self.study.user_attrs.get("exhausted"):
+            return False
+        begun = {json.dumps(trial.user_attrs.get("settings")) for trial in trials}
+        return self.setup.settings is None or len(begun) < self.setup.settings
 
     def _start(self, slot: str, number: int) -> None:
         import optuna

@@ -41,8 +41,8 @@ class Setup:
     slots: list[str]
     """CUDA_VISIBLE_DEVICES of each trial at work, or cpu 0, cpu 1, ..."""
     study: "optuna.Study"
-    trials: int
-    """How many are worth starting: as many as asked for, or as an exhaustive sampler has settings."""
+    settings: int | None
+    """How many an exhaustive sampler has; None for others."""
 
 
 @contextmanager
@@ -75,10 +75,10 @@ def prepare_sweep(config: SweepConfig) -> Setup:
     optuna = _optuna()
     sampler = _method("sampler", config.sampler, optuna.samplers, optuna.samplers.BaseSampler)
     pruner = _method("pruner", config.pruner, optuna.pruners, optuna.pruners.BasePruner)
-    trials = min(config.trials, combinations(space, config.sampler) or config.trials)
+    count = combinations(space, config.sampler)
     _claim(config, base, job.cache.fingerprint)
     study = _study(config.sweep_dir / STUDY, sampler, pruner)
-    return Setup(base=base, space=space, slots=slots, study=study, trials=trials)
+    return Setup(base=base, space=space, slots=slots, study=study, settings=count)
 
 
 def _claim(config: SweepConfig, base: TrainConfig, cache: str) -> None:
