@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dflash_offline.extract import fp8
-from dflash_offline.extract.tensors import read_header
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import file_hash
 
@@ -141,13 +141,15 @@ def identity(target: Target) -> str:
     digest = blake2b((target.folder / "config.json").read_bytes(), digest_size=16)
     for path in sorted(target.folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            raw, entries, base = read_header(file)
-            digest.update(raw)
-            for _, entry in sorted(entries.items()):
-                begin, end = entry["data_offsets"]
-                for at in (begin, (begin + end) // 2):
-                    file.seek(base + at)
-                    digest.update(file.read(min(_SAMPLED_BYTES, end - at)))
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = file.read(length)
+            digest.update(header)
+            for name, entry in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    for at in (begin, (begin + end) // 2):
+                        file.seek(8 + length + at)
+                        digest.update(file.read(min(_SAMPLED_BYTES, end - at)))
     return digest.hexdigest()
 
 

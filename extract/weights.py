@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dflash_offline.extract import fp8, kernels
+from dflash_offline.extract import fp8
 from dflash_offline.extract.target import FAMILIES, Target
-from dflash_offline.extract.tensors import read_tensors
 from dflash_offline.shards.errors import UsageError
 from dflash_offline.shards.files import atomic_file, file_hash
 
@@ -132,7 +131,7 @@ def read_weights(target: Target, last_layer: int, device: torch.device, dtype: t
         }
 
     state: dict[str, Tensor] = {}
-    with ThreadPoolExecutor(_READERS, initializer=kernels.own, initargs=(device,)) as pool:
+    with ThreadPoolExecutor(_READERS) as pool:  # a mapped file is read by the thread that copies from it
         for part in pool.map(read, sorted({target.weight_map[n] for n in names})):
             state |= part
     return state
@@ -187,29 +186,29 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The named tensors, file by file; those in FP8 as `dtype`, or with their scales; all others as they are."""
     try:
-        for file in sorted({target.weight_map[n] for n in names}):
-            yield from _of_file(target, file, [n for n in names if target.weight_map[n] == file], device, dtype)
-    except (FileNotFoundError, ValueError, KeyError, struct.error) as error:
+        yield from _read(target, names, device, dtype)
+    except (SafetensorError, FileNotFoundError, KeyError) as error:
         raise UsageError(f"{target.folder}: has changed since it was looked at ({error}); fetch it again") from error
 
 
-def _of_file(
-    target: Target, file: str, names: list[str], device: torch.device | str, dtype: torch.dtype
+def _read(
+    target: Target, names: list[str], device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    scales: dict[str, Tensor] = {}
-    wanted = [n + fp8.SCALE for n in names if target.block and n + fp8.SCALE in target.weight_map]
-    for other in sorted({target.weight_map[n] for n in wanted}):  # often not the same file
-        here = [n for n in wanted if target.weight_map[n] == other]
-        scales |= read_tensors(target.folder / other, here, device)
-    for name, tensor in read_tensors(target.folder / file, names, device):
-        if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
-            factors = scales.pop(name + fp8.SCALE)
-            if _is_native(target, name, tensor.shape):
-                yield name + fp8.SCALE, fp8.checked(name, tensor, factors)
-            else:
-                with _alone:
-                    tensor = fp8.dequantise(name, tensor, factors, target.block).to(dtype)
-        yield name, tensor
+    for file in sorted({target.weight_map[n] for n in names}):
+        with safe_open(target.folder / file, "pt", device=str(device)) as handle:
+            for name in (n for n in names if target.weight_map[n] == file):
+                tensor = handle.get_tensor(name)
+                if tensor.dtype == torch.float8_e4m3fn and target.block is not None:
+                    scale = name + fp8.SCALE  # often in another file
+                    where = target.folder / target.weight_map[scale]
+                    with safe_open(where, "pt", device=str(device)) as scales:
+                        factors = scales.get_tensor(scale)
+                    if _is_native(target, name, tensor.shape):
+                        yield scale, fp8.checked(name, tensor, factors)
+                    else:
+                        with _alone:
+                            tensor = fp8.dequantise(name, tensor, factors, target.block).to(dtype)
+                yield name, tensor
 
 
 def head_names(target: Target) -> dict[str, str]:
@@ -225,22 +224,6 @@ def head_names(target: Target) -> dict[str, str]:
     return names
 
 
-def write_target_folder(target: Target, tokenizer: Any, folder: Path, known: str = "") -> dict[str, str]:
-    """Copy what training and evaluation need of the target: embedding, head, final norm, configuration, tokenizer.
-
-    `known`: the hash of tensors that an earlier run may have written. Returns the hash of every file.
-    """
-    folder.mkdir(exist_ok=True)
-    tensors = folder / "target.safetensors"
-    kept = bool(known) and tensors.is_file() and file_hash(tensors) == known
-    if not kept:
-        with atomic_file(tensors) as file:
-            _save(replace(target, native=None), file)
-    target.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return {p.name: known if kept and p == tensors else file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
-
-
 def head_bytes(target: Target) -> int:
     """Of embedding, head and final norm as a cache has them."""
     return sum(2 * _head_shape(target, short).numel() for short in head_names(target))
@@ -251,18 +234,33 @@ def _head_shape(target: Target, short: str) -> torch.Size:
     return torch.Size(width[1:] if short == "norm" else width)
 
 
-def _save(target: Target, file: BinaryIO) -> None:
-    """Embedding, head and norm in bf16 as safetensors' own `save` has them, which would hold ten gigabytes."""
-    names, header, at = sorted(head_names(target).items()), {}, 0
-    for short, _ in names:
-        shape = _head_shape(target, short)
-        header[short] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + 2 * shape.numel()]}
-        at += 2 * shape.numel()
+def write_target_folder(target: Target, tokenizer: Any, folder: Path, known: str = "") -> dict[str, str]:
+    """Copy what training and evaluation need of the target: embedding, head, final norm, configuration, tokenizer.
+
+    `known`: the hash of tensors that an earlier run may have written. Returns the hash of every file.
+    """
+    folder.mkdir(exist_ok=True)
+    tensors = folder / "target.safetensors"
+    kept = bool(known) and tensors.is_file() and file_hash(tensors) == known
+    if not kept:
+        wanted = head_names(target)
+        loaded = dict(_tensors(replace(target, native=None), list(wanted.values()), "cpu", torch.bfloat16))
+        with atomic_file(tensors) as file:
+            _save({short: loaded[name].to(torch.bfloat16) for short, name in sorted(wanted.items())}, file)
+    target.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {p.name: known if kept and p == tensors else file_hash(p) for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def _save(tensors: dict[str, Tensor], file: BinaryIO) -> None:
+    """bf16 tensors as safetensors' own `save` has them, which copies all of them first: five gigabytes here."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     file.write(struct.pack("<Q", len(raw)) + raw)
-    for short, name in names:
-        for _, tensor in _tensors(target, [name], "cpu", torch.bfloat16):
-            if tensor.shape != _head_shape(target, short):
-                raise UsageError(f"{target.folder}: {name} has changed since it was looked at; fetch it again")
-            file.write(tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
