@@ -43,6 +43,11 @@ def shard_bytes(config: ExtractConfig, layers: int, hidden: int, tokens: int, su
     return int(values * codecs.nominal_bits(config.codec, config.codec_parameters()) / 8) + _SIDE_BYTES * tokens
 
 
+def stored_bytes(config: ExtractConfig) -> int:
+    """Bytes of the shards that are there; a link to a disk that is not counts for none."""
+    return sum(path.stat().st_size for path in (config.cache / index.SHARDS_FOLDER).glob("*.arrow") if path.exists())
+
+
 def free_bytes(config: ExtractConfig) -> dict[Path, int]:
     """Free bytes of each disk that shards go to, by one of the configured folders on it."""
     disks: dict[int, tuple[Path, int]] = {}
@@ -54,9 +59,8 @@ def free_bytes(config: ExtractConfig) -> dict[Path, int]:
 
 def check_room(config: ExtractConfig, need: int) -> None:
     """Raises UsageError when the disks have no room for `need` bytes beside the shards that are there."""
-    done = sum(path.stat().st_size for path in (config.cache / index.SHARDS_FOLDER).glob("*.arrow"))
     free = free_bytes(config)
-    if (left := need - done) > sum(free.values()):
+    if (left := need - stored_bytes(config)) > sum(free.values()):
         places = ", ".join(f"{place} has {room:,}" for place, room in free.items())
         raise UsageError(
             f"needs {left:,} bytes more, and {places}; add --roots on other disks, or take a smaller codec or dataset"

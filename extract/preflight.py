@@ -20,7 +20,6 @@ from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.command import say
 from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
-from dflash_offline.shards.index import SHARDS_FOLDER
 
 PACKAGES = ("dflash-offline", "torch", "transformers", "pyarrow", "zstandard", "fla-core", "flash-qla", "triton")
 _CONTEXT = 1 << 30
@@ -122,12 +121,12 @@ def check_disk(config: ExtractConfig, target: Target, layers: int, tokens: int) 
         return
     # Which tokens are supervised is not known without reading the plan: all are counted, a sixth too much at most.
     need = forecast.shard_bytes(config, layers, target.config.hidden_size, tokens, tokens)
-    done = sum(p.stat().st_size for p in (config.cache / SHARDS_FOLDER).glob("*.arrow") if p.exists())
-    free = forecast.free_bytes(config)
+    done, free = forecast.stored_bytes(config), forecast.free_bytes(config)
     places = ", ".join(f"{room:,} free on {place}" for place, room in free.items())
     say(f"shards: about {need:,} bytes, {done:,} of them there; {places}")
-    copied = config.roots or (config.cache / TARGET_FOLDER / "target.safetensors").exists()
-    if (more := need - done + (0 if copied else head_bytes(target))) > sum(free.values()):
+    copied = (config.cache / TARGET_FOLDER / "target.safetensors").exists()
+    head = 0 if copied or config.roots else head_bytes(target)  # roots are other disks
+    if (more := need + head - done) > sum(free.values()):
         _object(
             config, f"needs {more:,} bytes more: {places}; add --roots on other disks, or take a smaller "
             f"codec or dataset"
