@@ -133,6 +133,9 @@ def main() -> None:
     parser.add_argument("--no-bytecode", action="store_true")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    kinds = args.runs.split(",")
+    if kinds[0] != "cold" or not set(kinds) <= {"cold", "warm"}:
+        parser.error(f"--runs is {args.runs}; expected cold, then cold or warm: a first run has no kernels to find")
     if not (args.work / "target").exists():
         write_checkpoint(args.work / "target", args.small)
         write_chats(args.work / "chats.jsonl", 5_000 if args.small else TOKENS)
@@ -149,8 +152,8 @@ def main() -> None:
         "runs": [],
     }
     try:
-        for number, kind in enumerate(args.runs.split(",")):
-            if kind == "cold" or not number:
+        for number, kind in enumerate(kinds):
+            if kind == "cold":
                 kernels = compiled / f"kernels-{number}"
             folders = {"TRITON_CACHE_DIR": str(kernels / "triton"), "TILELANG_CACHE_DIR": str(kernels / "tilelang")}
             found = run(args.work, args.cache, environment | folders, args.small)
