@@ -1,6 +1,5 @@
 """`dflash-extract run` as a user meets it: real processes, real files, exit codes."""
 
-import io
 import json
 import shutil
 import signal
@@ -22,7 +21,6 @@ from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.manifest import read as read_manifest
 from dflash_offline.shards.manifest import write as write_manifest
 from dflash_offline.shards.verify import verify
-from dflash_offline.shards.writer import Identity, ShardWriter
 
 
 def test_the_cache_is_whole_and_says_what_it_is(site: Path) -> None:
@@ -390,23 +388,3 @@ def test_a_strange_row_is_skipped_with_a_reason(site: Path, tmp_path: Path, row:
     path = write_rows(tmp_path / "d.jsonl", row)
     done = extract(*arguments(site, tmp_path / "c", **{"data.files": path}))
     assert done.returncode == 2 and f"(1 {reason})" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
-def test_a_full_disk_is_said_with_its_path_and_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B41."""
-
-    class Full(io.BytesIO):
-        def write(self, data: Any) -> int:
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match=r"No space left.*0\.arrow"):  # noqa: SIM117
-        with ShardWriter(tmp_path / "0.arrow", task="0" * 32, metadata={}) as writer:
-            writer._file.close()
-            monkeypatch.setattr(writer, "_file", Full())
-            writer.append(
-                Identity(key="", prompt_key="", id="", source="", source_row=0, finish_reason="", response=""),
-                np.zeros(2, np.int32),
-                np.zeros(2, np.uint8),
-                [b"x"],
-            )
-    assert list(tmp_path.iterdir()) == []

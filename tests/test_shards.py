@@ -1,8 +1,10 @@
 """The format: what is written is what is read, and every fault is reported by name."""
 
+import io
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from dflash_offline.shards.files import read_json, write_json
 from dflash_offline.shards.frames import encode_frames
 from dflash_offline.shards.keys import prompt_key, sample_key
 from dflash_offline.shards.verify import verify
+from dflash_offline.shards.writer import Identity, ShardWriter
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0x0001, 0x807F, 0x7F7F, 0x4748]
 """Zeros, infinities, NaN payload, subnormals, the largest value, 51200: a lossless codec keeps them all."""
@@ -69,6 +72,26 @@ def test_the_disk_begins_before_the_shard_ends(tmp_path: Path, monkeypatch: pyte
     ends = [begin + count for _, begin, count in sent]
     assert [begin for _, begin, _ in sent] == [0, *ends[:-1]] and len(sent) > 5
     assert all(there >= end and count >= 10_000 for (there, _, count), end in zip(sent, ends, strict=True))
+
+
+def test_a_full_disk_is_said_with_its_path_and_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B41."""
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left.*0\.arrow"):  # noqa: SIM117
+        with ShardWriter(tmp_path / "0.arrow", task="0" * 32, metadata={}) as shard:
+            shard._file.close()
+            monkeypatch.setattr(shard, "_file", Full())
+            shard.append(
+                Identity(key="", prompt_key="", id="", source="", source_row=0, finish_reason="", response=""),
+                np.zeros(2, np.int32),
+                np.zeros(2, np.uint8),
+                [b"x"],
+            )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("last_hidden", [False, True])
