@@ -161,7 +161,8 @@ def product(x_PI: Tensor, matrix: Matrix) -> Tensor:
 def quantise(x_PI: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """float8 [P, I] and its fp32 scales [P, G]."""
     x_PGc = x_PI.float().view(len(x_PI), x_PI.shape[1] // columns, columns)
-    scale_PG = x_PGc.abs().amax(dim=2).clamp(min=TINY) / LARGEST
+    # By a tensor: divided by a number, a GPU multiplies by its reciprocal, which for 448 is not exact.
+    scale_PG = x_PGc.abs().amax(dim=2).clamp(min=TINY) / x_PGc.new_tensor(LARGEST)
     return (x_PGc / scale_PG[..., None]).flatten(1).to(torch.float8_e4m3fn), scale_PG
 
 
