@@ -31,7 +31,7 @@ class Layer:
     before: Tensor
     after: Tensor
     project: list[Weight]
-    """All projections of the mixer's input: [q and gate | k | v], or [q k v | z | b | a]."""
+    """Projections of the mixer's input: [q and gate | k | v], or [q k v | z]."""
     out: Weight
     gate_up: list[Weight]
     down: Weight
@@ -72,11 +72,13 @@ class HybridCapture:
         eps: float = self.config.rms_norm_eps
         with kernels.boundaries(lengths, self._device):
             for i, layer in enumerate(self._layers):
-                proj_P = _products(self._ops.norm(x_PD, layer.before, eps), layer.project)
+                normed_PD = self._ops.norm(x_PD, layer.before, eps)
+                proj_P = _products(normed_PD, layer.project)
                 if layer.attention:
                     mixed_PC = self._attend(layer, proj_P, lengths, lent, cos[0], sin[0])
                 else:
-                    mixed_PC = self._recur(layer, proj_P, place_P)
+                    mixed_PC = self._recur(layer, proj_P, _products(normed_PD, layer.mixer["gates"]), place_P)
+                del normed_PD, proj_P  # else they would lie beside the MLP's
                 _add_product(x_PD, mixed_PC, layer.out)
                 gate_up = _products(self._ops.norm(x_PD, layer.after, eps), layer.gate_up)
                 _add_product(x_PD, self._ops.swiglu(gate_up), layer.down)
@@ -108,11 +110,10 @@ class HybridCapture:
             start, at = start + n, at + size
         return out_PC
 
-    def _recur(self, layer: Layer, proj_P: Tensor, place_P: Tensor) -> Tensor:
+    def _recur(self, layer: Layer, proj_P: Tensor, gates_P: Tensor, place_P: Tensor) -> Tensor:
         c, m = self.config, layer.mixer
         keys, values = c.linear_num_key_heads, c.linear_num_value_heads
-        widths = [m["conv"].shape[0], values * c.linear_value_head_dim, values, values]
-        z, b, a = torch.split(proj_P, widths, dim=1)[1:]
+        z, (b, a) = proj_P[:, m["conv"].shape[0] :], gates_P.chunk(2, dim=1)
         q, k, v = self._ops.conv_heads(
             proj_P, m["conv"], place_P, keys, values, c.linear_key_head_dim, c.linear_value_head_dim
         )
@@ -156,9 +157,14 @@ def _take(layer: Any) -> Layer:
         names, out = ("q_proj", "k_proj", "v_proj"), "o_proj"
         mixer = {"q_norm": part.q_norm.weight, "k_norm": part.k_norm.weight}
     else:
-        names, out = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
-        conv = part.conv1d.weight.squeeze(1).contiguous()
-        mixer = {"conv": conv, "A_log": part.A_log, "dt_bias": part.dt_bias, "norm": part.norm.weight}
+        names, out = ("in_proj_qkv", "in_proj_z"), "out_proj"
+        mixer = {
+            "conv": part.conv1d.weight.squeeze(1).contiguous(),
+            "gates": _join(part, ("in_proj_b", "in_proj_a")),
+            "A_log": part.A_log,
+            "dt_bias": part.dt_bias,
+            "norm": part.norm.weight,
+        }
     return Layer(
         attention=attention,
         before=layer.input_layernorm.weight,

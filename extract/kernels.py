@@ -8,7 +8,8 @@ themselves; on the CPU the stock reference runs sample by sample.
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -123,8 +124,41 @@ def install(config: Any, device: torch.device, allow_slow: bool, hybrid: bool = 
 
 def fla_rule(width: int) -> str:
     """fla itself takes flash_qla for heads of 128 where it is installed, and says so only in a log."""
-    other = width == 128 and importlib.util.find_spec("flash_qla") and os.environ.get("FLA_FLASH_QLA", "1") != "0"
-    return "fla chunk_gated_delta_rule" + (" by flash_qla" if other else "")
+    return "fla chunk_gated_delta_rule" + (" by flash_qla" if width == 128 and has_flash_qla() else "")
+
+
+def has_flash_qla() -> bool:
+    """Whether fla may take it."""
+    return os.environ.get("FLA_FLASH_QLA", "1") != "0" and importlib.util.find_spec("flash_qla") is not None
+
+
+def import_ahead() -> None:
+    """What `install` and the first row of a hybrid import, for seconds. If anything is wrong with it, they say so."""
+    names = ["transformers.models.qwen3_5.modeling_qwen3_5", *(["flash_qla"] if has_flash_qla() else [])]
+    for name in names:
+        with suppress(Exception):  # a broken extension may raise anything
+            importlib.import_module(name)
+
+
+def compile_flash_qla(rows: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]) -> None:
+    """Where fla may take flash_qla, have it compile for rows of these lengths and heads side by side: 20 s each.
+
+    By its own function: fla's could fall back to Triton, whose autotuner must have one thread.
+    """
+    if not has_flash_qla():
+        return
+
+    @torch.inference_mode()
+    def run(lengths: Sequence[int], heads: tuple[Tensor, ...]) -> None:
+        device = heads[0].device
+        own(device)
+        with suppress(Exception):  # whatever it is, the caller meets it again
+            rule = importlib.import_module("flash_qla").chunk_gated_delta_rule
+            rule(*heads, cu_seqlens=_row_of(lengths, device).cu_seqlens)
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for _ in pool.map(run, *zip(*rows, strict=True)):
+            pass
 
 
 def _ours(stock: Any, function: Any) -> Any:

@@ -69,10 +69,12 @@ def serve(connection: "Connection") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     import torch
-    import transformers.modeling_utils  # noqa: F401
 
+    from dflash_offline.extract import kernels
     from dflash_offline.extract.runner import Loading, Runner, begin_loading, start_runner
     from dflash_offline.extract.task import calibrate, run_task
+
+    kernels.import_ahead()
 
     try:
         order: Order = connection.recv()

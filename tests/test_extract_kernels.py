@@ -1,6 +1,7 @@
 """Which kernels run, that it is said, and that a slow or unfit one is refused on a GPU (no GPU is needed to ask)."""
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runs import arguments, copy_without_shards, extract
+from torch import Tensor
 
 from dflash_offline.extract import events, kernels, preflight
 from dflash_offline.extract.config import DataConfig, ExtractConfig
@@ -93,6 +95,23 @@ def test_what_fla_hands_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.fla_rule(64) == "fla chunk_gated_delta_rule"
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     assert kernels.fla_rule(128) == "fla chunk_gated_delta_rule"
+
+
+def test_flash_qla_compiles_for_all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own function, whose faults are left to whoever calls the rule."""
+    met, both = dict[int, list[int]](), threading.Barrier(2, timeout=10)
+
+    def rule(*heads: Tensor, cu_seqlens: Tensor) -> None:
+        both.wait()
+        met[len(heads)] = cu_seqlens.tolist()
+        raise RuntimeError("no compiler")
+
+    rows = [([2, 3], (torch.zeros(1),) * 5), ([4], (torch.zeros(1),) * 4)]
+    kernels.compile_flash_qla(rows)  # not installed
+    monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace(chunk_gated_delta_rule=rule))
+    monkeypatch.setattr(kernels, "has_flash_qla", lambda: True)
+    kernels.compile_flash_qla(rows)
+    assert met == {5: [0, 2, 5], 4: [0, 4]}
 
 
 def test_kernels_of_every_run_are_in_the_manifest(site: Path, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def target(native: bool) -> Any:
 def rows(native: bool, lengths: list[list[int]]) -> tuple[dict[str, Any], Tensor]:
     """Tokens/s over whole rows, and the states of the first row's first sample."""
     model = target(native)
+    torch.cuda.reset_peak_memory_stats()
     used = kernels.install(model.config, torch.device("cuda"), False, hybrid=True)
     capture = HybridCapture(model, shapes.FEATURES, torch.device("cuda"))
     generator = torch.Generator().manual_seed(0)
@@ -119,7 +120,6 @@ def main() -> None:
     states = []
     for native in (False, True):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         result, states_TLD = rows(native, lengths)
         tell("native" if native else "dequantised", result)
         states.append(states_TLD)

@@ -83,11 +83,11 @@ def write_chats(path: Path, tokens: int) -> None:
     path.write_text("".join(lines()))
 
 
-def write_bytecode(environment: dict[str, str]) -> None:
-    """Of all that can be imported."""
+def write_bytecode(environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    """Of all that can be imported, by a process."""
     folders = [path for path in sys.path if path and Path(path).is_dir()]
     command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
-    subprocess.run(command, env=os.environ | environment, check=False, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
 
 
 def run(folder: Path, cache: Path, environment: dict[str, str], small: bool) -> dict[str, float]:
@@ -136,15 +136,16 @@ def main() -> None:
     kinds = args.runs.split(",")
     if kinds[0] != "cold" or not set(kinds) <= {"cold", "warm"}:
         parser.error(f"--runs is {args.runs}; expected cold, then cold or warm: a first run has no kernels to find")
+    compiled = Path(tempfile.mkdtemp(prefix="start-"))
+    environment = {"PYTHONPYCACHEPREFIX": str(compiled / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    bytecode = None if args.no_bytecode else write_bytecode(environment)
+    if bytecode is None:
+        environment = {"PYTHONDONTWRITEBYTECODE": "1"}
     if not (args.work / "target").exists():
         write_checkpoint(args.work / "target", args.small)
         write_chats(args.work / "chats.jsonl", 5_000 if args.small else TOKENS)
-    compiled = Path(tempfile.mkdtemp(prefix="start-"))
-    environment = {"PYTHONPYCACHEPREFIX": str(compiled / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
-    if args.no_bytecode:
-        environment = {"PYTHONDONTWRITEBYTECODE": "1"}
-    else:
-        write_bytecode(environment)
+    if bytecode is not None:
+        bytecode.wait()
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {name: version(name) for name in ("torch", "transformers")},
