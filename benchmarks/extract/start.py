@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from dflash_offline.tools.tiny_chats import chats
 TOKENS = 130_000
 """Of the dataset: two shards of 2 GiB and the row that follows."""
 LAYERS_A_FILE = 6
+PACKAGES = {"torch", "transformers", "fla-core", "flash-qla"}
 
 
 def write_checkpoint(folder: Path, small: bool) -> None:
@@ -148,7 +149,7 @@ def main() -> None:
         bytecode.wait()
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "versions": {d.name: d.version for d in distributions() if d.name in PACKAGES},
         "bytecode": not args.no_bytecode,
         "runs": [],
     }
