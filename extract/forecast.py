@@ -1,29 +1,36 @@
 """What a run would take: tokens, bytes, hours, and whether its disks have room. Nothing is written."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_offline.extract import plan as plans
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.intake import Intake
 from dflash_offline.extract.render import Renderer
+from dflash_offline.extract.target import Target
+from dflash_offline.extract.weights import head_bytes
 from dflash_offline.shards import codecs, index
+from dflash_offline.shards.cache import TARGET_FOLDER
 from dflash_offline.shards.errors import UsageError
 
 _SIDE_BYTES, _PLAN_BYTES = 7, 5
 """A token's share beside its states: ids, mask, index and checksums in shard and index; ids and mask in the plan."""
 
 
-def dry_run(config: ExtractConfig, renderer: Renderer, task_tokens: int, layers: int, hidden: int, devices: int) -> int:
+def dry_run(
+    config: ExtractConfig, target: Target, renderer: Renderer, task_tokens: int, layers: int, devices: int
+) -> int:
     """Print the forecast of a run over `config.data`. Raises UsageError when it does not fit."""
     intake = Intake(data=config.data, renderer=renderer)
     tasks, _ = plans.write_tasks(None, intake.samples(), {}, task_tokens, config.batching == "padded")
     bits = codecs.nominal_bits(config.codec, config.codec_parameters())
-    need = shard_bytes(config, layers, hidden, intake.tokens, intake.supervised)
+    need = shard_bytes(config, layers, target.config.hidden_size, intake.tokens, intake.supervised)
     rows = {
         "shards": f"{len(tasks):,}",
         f"bytes, {config.codec} at {bits:.1f} bits a value": f"{need:,}",
         "bytes of the plan": f"{_PLAN_BYTES * intake.tokens:,}",
+        "bytes of embedding and head": f"{head_bytes(target):,}",
         f"hours on {devices} devices": "state --rate (tokens a second and device)",
     }
     if config.rate:
@@ -33,7 +40,8 @@ def dry_run(config: ExtractConfig, renderer: Renderer, task_tokens: int, layers:
         print(f"  {name:<46} {value:>15}")
     for place, free in free_bytes(config).items():
         print(f"  {f'free on {place}':<46} {free:>15,}")
-    check_room(config, need + _PLAN_BYTES * intake.tokens)
+    if found := shortage(config, target, need, _PLAN_BYTES * intake.tokens):
+        raise UsageError(found)
     return 0
 
 
@@ -50,18 +58,30 @@ def stored_bytes(config: ExtractConfig) -> int:
 
 def free_bytes(config: ExtractConfig) -> dict[Path, int]:
     """Free bytes of each disk that shards go to, by one of the configured folders on it."""
+    return dict(_disks(config.roots or (config.cache,)).values())
+
+
+def shortage(config: ExtractConfig, target: Target, shards: int, plan: int = 0) -> str:
+    """What is missing for so many bytes of shards, the stored ones among them, and of the plan; "" if nothing is.
+
+    The plan, embedding and head go to the cache's own disk, which with roots may be another.
+    """
+    copied = (config.cache / TARGET_FOLDER / "target.safetensors").exists()
+    more, beside = shards - stored_bytes(config), plan + (0 if copied else head_bytes(target))
+    disks, own = _disks(config.roots or (config.cache,)), _disks((config.cache,))
+    advice = "add --roots on other disks, or take a smaller codec or dataset"
+    if own.keys() <= disks.keys():
+        more += beside
+    elif beside > sum(free for _, free in own.values()):
+        more, disks, advice = beside, own, "put the cache on another disk"
+    places = ", ".join(f"{room:,} free on {place}" for place, room in disks.values())
+    return f"needs {more:,} bytes more: {places}; {advice}" if more > sum(free for _, free in disks.values()) else ""
+
+
+def _disks(folders: Sequence[Path]) -> dict[int, tuple[Path, int]]:
+    """One of the folders on each disk, and its free bytes."""
     disks: dict[int, tuple[Path, int]] = {}
-    for given in config.roots or (config.cache,):
+    for given in folders:
         there = next(p for p in (given.expanduser().absolute(), *given.expanduser().absolute().parents) if p.exists())
         disks.setdefault(there.stat().st_dev, (given, shutil.disk_usage(there).free))
-    return dict(disks.values())
-
-
-def check_room(config: ExtractConfig, need: int) -> None:
-    """Raises UsageError when the disks have no room for `need` bytes beside the shards that are there."""
-    free = free_bytes(config)
-    if (left := need - stored_bytes(config)) > sum(free.values()):
-        places = ", ".join(f"{place} has {room:,}" for place, room in free.items())
-        raise UsageError(
-            f"needs {left:,} bytes more, and {places}; add --roots on other disks, or take a smaller codec or dataset"
-        )
+    return disks

@@ -15,8 +15,7 @@ from dflash_offline.extract import forecast, kernels
 from dflash_offline.extract.config import ExtractConfig
 from dflash_offline.extract.runner import compute_dtype
 from dflash_offline.extract.target import Target
-from dflash_offline.extract.weights import head_bytes, loaded_bytes
-from dflash_offline.shards.cache import TARGET_FOLDER
+from dflash_offline.extract.weights import loaded_bytes
 from dflash_offline.shards.command import say
 from dflash_offline.shards.device import chosen_device
 from dflash_offline.shards.errors import UsageError
@@ -121,16 +120,10 @@ def check_disk(config: ExtractConfig, target: Target, layers: int, tokens: int) 
         return
     # Which tokens are supervised is not known without reading the plan: all are counted, a sixth too much at most.
     need = forecast.shard_bytes(config, layers, target.config.hidden_size, tokens, tokens)
-    done, free = forecast.stored_bytes(config), forecast.free_bytes(config)
-    places = ", ".join(f"{room:,} free on {place}" for place, room in free.items())
-    say(f"shards: about {need:,} bytes, {done:,} of them there; {places}")
-    copied = (config.cache / TARGET_FOLDER / "target.safetensors").exists()
-    head = 0 if copied or config.roots else head_bytes(target)  # roots are other disks
-    if (more := need + head - done) > sum(free.values()):
-        _object(
-            config, f"needs {more:,} bytes more: {places}; add --roots on other disks, or take a smaller "
-            f"codec or dataset"
-        )  # fmt: skip
+    places = ", ".join(f"{room:,} free on {place}" for place, room in forecast.free_bytes(config).items())
+    say(f"shards: about {need:,} bytes, {forecast.stored_bytes(config):,} of them there; {places}")
+    if found := forecast.shortage(config, target, need):
+        _object(config, found)
 
 
 def _object(config: ExtractConfig, message: str) -> None:

@@ -55,12 +55,11 @@ def extract(config: ExtractConfig, workers: pool.Workers | ray_engine.Workers) -
     check(target, max(layers), config.batching == "packed")
     renderer = open_renderer(target.folder, target.config.vocab_size, config.data)
     settings = _settings(config, target, layers, renderer, torch.device(devices[0]))
-    hidden = target.config.hidden_size
-    task_tokens = _task_tokens(config, len(layers) * hidden)
+    task_tokens = _task_tokens(config, len(layers) * target.config.hidden_size)
     kernels.check_packages(target.model_type, devices[0], config.allow_slow)
     preflight.check_rows(config, devices, target, len(layers))
     if config.dry_run:
-        return dry_run(config, renderer, task_tokens, len(layers), hidden, len(devices))
+        return dry_run(config, target, renderer, task_tokens, len(layers), len(devices))
     devices = preflight.check_devices(config, devices, target, layers)
     with claim(config.cache, (index.SHARDS_FOLDER, plans.FOLDER), f"-{share[0]}-of-{share[1]}" if share else ""):
         old = manifest.read(config.cache) if (config.cache / manifest.NAME).is_file() else None

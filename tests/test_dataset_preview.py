@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from runs import arguments, extract
+from safetensors.torch import load_file
 from targets import tokenizer, write_chats, write_rows
 
 from dflash_offline.extract import forecast
-from dflash_offline.extract.config import PreviewConfig, TargetConfig
+from dflash_offline.extract.config import ExtractConfig, PreviewConfig, TargetConfig
 from dflash_offline.extract.preview import marked, preview
+from dflash_offline.extract.target import open_target
 from dflash_offline.shards.cache import Cache
 from dflash_offline.shards.command import structure
 
@@ -53,6 +55,9 @@ def test_a_dry_run_says_what_the_run_then_takes(site: Path, tmp_path: Path) -> N
     assert (numbers["tokens"], numbers["supervised"]) == (str(tokens), str(int(real.supervised.sum())))
     assert numbers["shards"] == str(len(real.manifest.shards))
     assert float(numbers["hours on 1 devices"]) == pytest.approx(tokens / 100 / 3600, abs=0.006)
+    assert int(numbers["bytes of embedding and head"]) == sum(
+        t.nbytes for t in load_file(cache / "target" / "target.safetensors").values()
+    )
     (said,) = (int(v) for k, v in numbers.items() if k.startswith("bytes, bf16"))
     assert said == pytest.approx(sum(s.bytes for s in real.manifest.shards), rel=0.2)
 
@@ -63,5 +68,23 @@ def test_a_dry_run_refuses_what_does_not_fit(site: Path, tmp_path: Path, monkeyp
     changes = {"dry_run": True, "roots": f"{tmp_path / 'a'} {tmp_path / 'b'}"}
     words = [w for a in arguments(site, tmp_path / "c", **changes) for w in (a.split() if isinstance(a, str) else [a])]
     done = extract(*words)
-    assert done.returncode == 2 and f"bytes more, and {tmp_path / 'a'} has 10,000; add --roots" in done.stderr
+    assert done.returncode == 2 and f"bytes more: 10,000 free on {tmp_path / 'a'}; add --roots" in done.stderr
     assert extract(*arguments(site, site / "cache", dry_run=True)).returncode == 0
+
+
+def test_embedding_and_head_need_room_beside_the_shards(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the cache's own disk, wherever the roots are."""
+    target = open_target(str(site / "t"), None)
+    config = ExtractConfig(cache=tmp_path / "c", roots=(tmp_path / "a",))
+    head = sum(t.nbytes for t in load_file(site / "cache" / "target" / "target.safetensors").values())
+    rooms = {tmp_path / "a": (1, 100), tmp_path / "c": (2, head + 5)}
+    monkeypatch.setattr(forecast, "_disks", lambda folders: {rooms[f][0]: (f, rooms[f][1]) for f in folders})
+    assert forecast.shortage(config, target, 100, plan=5) == ""
+    assert forecast.shortage(config, target, 101, plan=5).startswith(f"needs 101 bytes more: 100 free on {tmp_path}/a;")
+    found = forecast.shortage(config, target, 100, plan=6)
+    assert found == f"needs {head + 6:,} bytes more: {head + 5:,} free on {tmp_path}/c; put the cache on another disk"
+    rooms[tmp_path / "c"] = (1, 0)  # the same disk
+    assert forecast.shortage(config, target, 100 - head) == ""
+    assert forecast.shortage(config, target, 101 - head).startswith("needs 101 bytes more: 100 free on ")
