@@ -16,6 +16,8 @@ from dflash_offline.shards.errors import UsageError
 
 _SIDE_BYTES, _PLAN_BYTES = 7, 5
 """A token's share beside its states: ids, mask, index and checksums in shard and index; ids and mask in the plan."""
+Disks = dict[int, tuple[Path, int]]
+"""Device number -> a configured folder on that disk, and its free bytes."""
 
 
 def dry_run(
@@ -38,7 +40,7 @@ def dry_run(
     print(intake.summary())
     for name, value in rows.items():
         print(f"  {name:<46} {value:>15}")
-    for place, free in free_bytes(config).items():
+    for place, free in shard_disks(config).values():
         print(f"  {f'free on {place}':<46} {free:>15,}")
     if found := shortage(config, target, need, _PLAN_BYTES * intake.tokens):
         raise UsageError(found)
@@ -56,9 +58,14 @@ def stored_bytes(config: ExtractConfig) -> int:
     return sum(path.stat().st_size for path in (config.cache / index.SHARDS_FOLDER).glob("*.arrow") if path.exists())
 
 
-def free_bytes(config: ExtractConfig) -> dict[Path, int]:
-    """Free bytes of each disk that shards go to, by one of the configured folders on it."""
-    return dict(_disks(config.roots or (config.cache,)).values())
+def shard_disks(config: ExtractConfig) -> Disks:
+    """Those that shards go to."""
+    return _disks(config.roots or (config.cache,))
+
+
+def listed(disks: Disks) -> str:
+    """As progress and errors have them."""
+    return ", ".join(f"{free:,} free on {place}" for place, free in disks.values())
 
 
 def shortage(config: ExtractConfig, target: Target, shards: int, plan: int = 0) -> str:
@@ -68,19 +75,19 @@ def shortage(config: ExtractConfig, target: Target, shards: int, plan: int = 0) 
     """
     copied = (config.cache / TARGET_FOLDER / "target.safetensors").exists()
     more, beside = shards - stored_bytes(config), plan + (0 if copied else head_bytes(target))
-    disks, own = _disks(config.roots or (config.cache,)), _disks((config.cache,))
-    advice = "add --roots on other disks, or take a smaller codec or dataset"
+    disks, own = shard_disks(config), _disks((config.cache,))
     if own.keys() <= disks.keys():
         more += beside
     elif beside > sum(free for _, free in own.values()):
-        more, disks, advice = beside, own, "put the cache on another disk"
-    places = ", ".join(f"{room:,} free on {place}" for place, room in disks.values())
-    return f"needs {more:,} bytes more: {places}; {advice}" if more > sum(free for _, free in disks.values()) else ""
+        return f"needs {beside:,} bytes more: {listed(own)}; put the cache on another disk"
+    if more > sum(free for _, free in disks.values()):
+        advice = "add --roots on other disks, or take a smaller codec or dataset"
+        return f"needs {more:,} bytes more: {listed(disks)}; {advice}"
+    return ""
 
 
-def _disks(folders: Sequence[Path]) -> dict[int, tuple[Path, int]]:
-    """One of the folders on each disk, and its free bytes."""
-    disks: dict[int, tuple[Path, int]] = {}
+def _disks(folders: Sequence[Path]) -> Disks:
+    disks: Disks = {}
     for given in folders:
         there = next(p for p in (given.expanduser().absolute(), *given.expanduser().absolute().parents) if p.exists())
         disks.setdefault(there.stat().st_dev, (given, shutil.disk_usage(there).free))

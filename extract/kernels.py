@@ -103,7 +103,7 @@ def install(config: Any, device: torch.device, allow_slow: bool, hybrid: bool = 
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
     used = {"attention": "torch sdpa"}
     if has_delta_rule(config.model_type):
-        module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        module = _modeling()
         for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
             if not hasattr(module, name):
                 raise UsageError(f"transformers: {module.__name__}.{name} is gone; use transformers 5.17 to 5.24")
@@ -124,41 +124,51 @@ def install(config: Any, device: torch.device, allow_slow: bool, hybrid: bool = 
 
 def fla_rule(width: int) -> str:
     """fla itself takes flash_qla for heads of 128 where it is installed, and says so only in a log."""
-    return "fla chunk_gated_delta_rule" + (" by flash_qla" if width == 128 and has_flash_qla() else "")
+    return "fla chunk_gated_delta_rule" + (" by flash_qla" if has_flash_qla(width) else "")
 
 
-def has_flash_qla() -> bool:
-    """Whether fla may take it."""
-    return os.environ.get("FLA_FLASH_QLA", "1") != "0" and importlib.util.find_spec("flash_qla") is not None
+def has_flash_qla(width: int = 128) -> bool:
+    """Whether fla may take it, for heads of `width`."""
+    if width != 128 or os.environ.get("FLA_FLASH_QLA", "1") == "0":
+        return False
+    return importlib.util.find_spec("flash_qla") is not None
 
 
 def import_ahead() -> None:
     """What `install` and the first row of a hybrid import, for seconds. If anything is wrong with it, they say so."""
-    names = ["transformers.models.qwen3_5.modeling_qwen3_5", *(["flash_qla"] if has_flash_qla() else [])]
-    for name in names:
-        with suppress(Exception):  # a broken extension may raise anything
-            importlib.import_module(name)
+    with suppress(Exception):  # a broken extension may raise anything
+        _modeling()
+    with suppress(Exception):
+        if has_flash_qla():
+            _flash_qla()
+
+
+def _modeling() -> Any:
+    """transformers' module of the hybrid, which imports fla where it is."""
+    return importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+def _flash_qla() -> Any:
+    return importlib.import_module("flash_qla")
 
 
 def compile_flash_qla(rows: Sequence[tuple[Sequence[int], tuple[Tensor, ...]]]) -> None:
     """Where fla may take flash_qla, have it compile for rows of these lengths and heads side by side: 20 s each.
 
-    By its own function: fla's could fall back to Triton, whose autotuner must have one thread.
+    By its own function: fla's could fall back to Triton, whose autotuner must have one thread. What goes wrong is not
+    raised: the caller meets it again.
     """
-    if not has_flash_qla():
+    q, _, v, *_ = rows[0][1]
+    if not has_flash_qla(v.shape[-1]):
         return
 
     @torch.inference_mode()
     def run(lengths: Sequence[int], heads: tuple[Tensor, ...]) -> None:
-        device = heads[0].device
-        own(device)
-        with suppress(Exception):  # whatever it is, the caller meets it again
-            rule = importlib.import_module("flash_qla").chunk_gated_delta_rule
-            rule(*heads, cu_seqlens=_row_of(lengths, device).cu_seqlens)
+        _flash_qla().chunk_gated_delta_rule(*heads, cu_seqlens=_row_of(lengths, q.device).cu_seqlens)
 
-    with ThreadPoolExecutor(len(rows)) as pool:
-        for _ in pool.map(run, *zip(*rows, strict=True)):
-            pass
+    with ThreadPoolExecutor(len(rows), initializer=own, initargs=(q.device,)) as pool:
+        for lengths, heads in rows:
+            pool.submit(run, lengths, heads)
 
 
 def _ours(stock: Any, function: Any) -> Any:
@@ -246,14 +256,14 @@ def _by_sample(
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """The rule that `install` chose, for q and k [1, P, G, d] of unit length and v [1, P, V, d]. [P, V, d]"""
-    module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    module = _modeling()
     out, _ = module.torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
     return out[0]
 
 
 def reference_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """As `delta_rule`, by transformers' reference, sample by sample."""
-    module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    module = _modeling()
     assert _row is not None
     return _by_sample(_reference(module.torch_chunk_gated_delta_rule.stock), _row, q, k, v, decay, beta)[0]
 

@@ -120,8 +120,10 @@ def check_disk(config: ExtractConfig, target: Target, layers: int, tokens: int) 
         return
     # Which tokens are supervised is not known without reading the plan: all are counted, a sixth too much at most.
     need = forecast.shard_bytes(config, layers, target.config.hidden_size, tokens, tokens)
-    places = ", ".join(f"{room:,} free on {place}" for place, room in forecast.free_bytes(config).items())
-    say(f"shards: about {need:,} bytes, {forecast.stored_bytes(config):,} of them there; {places}")
+    say(
+        f"shards: about {need:,} bytes, {forecast.stored_bytes(config):,} of them there; "
+        f"{forecast.listed(forecast.shard_disks(config))}"
+    )
     if found := forecast.shortage(config, target, need):
         _object(config, found)
 

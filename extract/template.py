@@ -44,7 +44,7 @@ def learn_turns(tokenizer: Any, args: dict[str, Any]) -> Turns:
         raise SkipRow("not_rendered", f"chat template: {type(error).__name__}: {error}") from None
     try:
         parts = rendered({"role": "user", "content": [{"type": "text", "text": _ASK}]})
-    except Exception:
+    except Exception:  # a template may want text
         parts = ""
     if prompt == base or not all(text.startswith(base) for text in (prompt, *blocks)):
         raise SkipRow("mask_not_exact", f"chat template: no generation prompt that opens a turn ({prompt[-40:]!r})")

@@ -74,8 +74,8 @@ def serve(connection: "Connection") -> None:
     from dflash_offline.extract.runner import Loading, Runner, begin_loading, start_runner
     from dflash_offline.extract.task import calibrate, run_task
 
-    kernels.import_ahead()
-
+    if not connection.poll():  # an order that is there may need none of it
+        kernels.import_ahead()
     try:
         order: Order = connection.recv()
     except (EOFError, ConnectionError):

@@ -109,7 +109,7 @@ def test_flash_qla_compiles_for_all_rows_at_once(monkeypatch: pytest.MonkeyPatch
     rows = [([2, 3], (torch.zeros(1),) * 5), ([4], (torch.zeros(1),) * 4)]
     kernels.compile_flash_qla(rows)  # not installed
     monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace(chunk_gated_delta_rule=rule))
-    monkeypatch.setattr(kernels, "has_flash_qla", lambda: True)
+    monkeypatch.setattr(kernels, "has_flash_qla", lambda *_: True)
     kernels.compile_flash_qla(rows)
     assert met == {5: [0, 2, 5], 4: [0, 4]}
 
