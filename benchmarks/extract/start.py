@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def write_chats(path: Path, tokens: int) -> None:
 
 
 def write_bytecode(environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    """Of all that can be imported, by a process."""
+    """Of all that can be imported; the process to wait for."""
     folders = [path for path in sys.path if path and Path(path).is_dir()]
     command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
     return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
@@ -137,33 +138,33 @@ def main() -> None:
     kinds = args.runs.split(",")
     if kinds[0] != "cold" or not set(kinds) <= {"cold", "warm"}:
         parser.error(f"--runs is {args.runs}; expected cold, then cold or warm: a first run has no kernels to find")
-    compiled = Path(tempfile.mkdtemp(prefix="start-"))
+    with tempfile.TemporaryDirectory(prefix="start-", ignore_cleanup_errors=True) as compiled:
+        measure(args, kinds, Path(compiled))
+
+
+def measure(args: argparse.Namespace, kinds: list[str], compiled: Path) -> None:
+    """All runs; `compiled` is for what they compile."""
     environment = {"PYTHONPYCACHEPREFIX": str(compiled / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
-    bytecode = None if args.no_bytecode else write_bytecode(environment)
-    if bytecode is None:
+    if args.no_bytecode:
         environment = {"PYTHONDONTWRITEBYTECODE": "1"}
-    if not (args.work / "target").exists():
-        write_checkpoint(args.work / "target", args.small)
-        write_chats(args.work / "chats.jsonl", 5_000 if args.small else TOKENS)
-    if bytecode is not None:
-        bytecode.wait()
+    with nullcontext() if args.no_bytecode else write_bytecode(environment):
+        if not (args.work / "target").exists():
+            write_checkpoint(args.work / "target", args.small)
+            write_chats(args.work / "chats.jsonl", 5_000 if args.small else TOKENS)
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {d.name: d.version for d in distributions() if d.name in PACKAGES},
         "bytecode": not args.no_bytecode,
         "runs": [],
     }
-    try:
-        for number, kind in enumerate(kinds):
-            if kind == "cold":
-                kernels = compiled / f"kernels-{number}"
-            folders = {"TRITON_CACHE_DIR": str(kernels / "triton"), "TILELANG_CACHE_DIR": str(kernels / "tilelang")}
-            found = run(args.work, args.cache, environment | folders, args.small)
-            results["runs"].append({"kernels": kind, "seconds": found})
-            print(json.dumps(results["runs"][-1]), flush=True)
-            args.out.write_text(json.dumps(results, indent=1) + "\n")
-    finally:
-        shutil.rmtree(compiled, ignore_errors=True)
+    for number, kind in enumerate(kinds):
+        if kind == "cold":
+            kernels = compiled / f"kernels-{number}"
+        folders = {"TRITON_CACHE_DIR": str(kernels / "triton"), "TILELANG_CACHE_DIR": str(kernels / "tilelang")}
+        found = run(args.work, args.cache, environment | folders, args.small)
+        results["runs"].append({"kernels": kind, "seconds": found})
+        print(json.dumps(results["runs"][-1]), flush=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
