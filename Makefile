@@ -11,8 +11,8 @@ WITH :=
 TESTS :=
 # The least transformers that pyproject.toml admits, and the tests whose result depends on it.
 OLDEST ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-OLD_TESTS := dataset dataset_files dataset_preview dataset_sources regenerate render peers_import tiny_target hybrid live \
-	extract_fp8 extract_guard extract_kernels extract_rows extract_run extract_states \
+OLD_TESTS := dataset dataset_files dataset_preview dataset_sources regenerate render peers_import tiny_target \
+	hybrid live extract_fp8 extract_guard extract_kernels extract_rows extract_run extract_states \
 	train_export train_loaders train_model
 OUT ?= demo-out
 
